@@ -47,7 +47,7 @@ class Conversion:
 
 
 class Rescaled(nn.Module):
-    """`factor·f` with the factor chosen so that the proved bound of the whole is the constant asked for.
+    """`factor·f` with the factor chosen so that the proved bound of the whole is `constant`.
 
     The factor belongs to the weights f had when `rescale` was called. The layers of f stay 1-Lipschitz under
     training, but a bound below 1 can grow towards 1, and so can that of plain layers that were left: call `rescale`
@@ -79,7 +79,13 @@ class Rescaled(nn.Module):
         return same and 0 <= float(self.factor) <= self._largest
 
     def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
-        """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`."""
+        """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`.
+
+        Args:
+            example_input: a batch of inputs (only the shape matters).
+            rtol: as in `lipschitz_bound`.
+            ball: as in `lipschitz_bound`.
+        """
         with evaluating(self):
             self.factor.fill_(1.0)
             # the same map with its effective weights as constants
@@ -99,7 +105,7 @@ class Rescaled(nn.Module):
                     f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger rtol"
                 )
         self._fingerprint = fingerprint(self.module)
-        self._largest = float(self.factor) * (1 + 1e-7)  # room for a factor that is stored in float32
+        self._largest = float(self.factor) * (1 + 1e-7)  # margin for a factor that is stored in float32
         return report
 
     def extra_repr(self) -> str:
@@ -156,8 +162,8 @@ def make_lipschitz(
         rtol: as in `lipschitz_bound`.
         options: for every layer, e.g. `t=3`.
 
-    >>> found = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
-    >>> 1.998 <= lipschitz_bound(found.eval(), torch.zeros(1, 4)).upper <= 2.0
+    >>> scaled = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
+    >>> 1.998 <= lipschitz_bound(scaled.eval(), torch.zeros(1, 4)).upper <= 2.0
     True
     """
     if not (constant > 0 and math.isfinite(constant)):
@@ -202,6 +208,12 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
     of the whole from `lipschitz_bound` on the example (or from the construction, without one).
 
+    Args:
+        model: any module; it is not changed.
+        example_input: a batch of inputs, for a bound of the whole and for layers that depend on the image size.
+        rtol: as in `lipschitz_bound`.
+        ball: as in `lipschitz_bound`.
+
     >>> from equipoise.nn import SRLinear
     >>> net = export(nn.Sequential(SRLinear(4, 4), nn.ReLU()), torch.zeros(1, 4))
     >>> type(net[0]).__name__, net.certificate.upper <= 1.00001
@@ -233,6 +245,13 @@ def converted(
     """A converted network of `nn.models` to load a checkpoint into: the factor comes with the state, or from `rescale`.
 
     The factory of checkpoints of converted networks: `equipoise.conversion:converted`.
+
+    Args:
+        base: name of the network before conversion.
+        arguments: of its builder.
+        constant: the Lipschitz constant.
+        method: of the conversion.
+        options: of every layer.
 
     >>> model = converted(base="mlp", arguments={"widths": [8]})
     >>> type(model.module[1]).__name__

@@ -175,7 +175,7 @@ def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
     answers = model(attack.adversarial).argmax(1)
     pictures = []
     for i, success in enumerate(attack.success.tolist()):
-        found: dict[str, Any] = {
+        adversarial: dict[str, Any] = {
             "adversarial": data_uri(attack.adversarial[i].numpy()),
             "distance": float(attack.distance[i]),
             "answer": str(int(answers[i])),
@@ -188,7 +188,7 @@ def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
             radius=float(results.radius[i]),
             procedure=results.procedure,
             image=data_uri(x[i].numpy()),
-            **(found if success else {}),
+            **(adversarial if success else {}),
         )
         pictures.append(picture)
     save_gallery(pictures, run.folder)

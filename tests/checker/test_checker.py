@@ -69,20 +69,16 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("layer", ["SLLConv2d", "CPLConv2d", "SLLLinear", "CPLLinear"])
-def test_residual_blocks_keep_their_constant(layer, tmp_path):
+@pytest.mark.parametrize("deployed", [False, True])
+def test_residual_blocks_keep_their_constant(tmp_path, deployed):
     torch.manual_seed(1)
-    if layer.endswith("2d"):
-        blocks = [getattr(eq.nn, layer)(2, kernel_size=3, hidden=4) for _ in range(3)]
-        model = nn.Sequential(*blocks, nn.Flatten(), eq.nn.SRLinear(32, 5)).eval()
-    else:
-        model = nn.Sequential(
-            nn.Flatten(), *[getattr(eq.nn, layer)(32) for _ in range(3)], eq.nn.SRLinear(32, 5)
-        ).eval()
+    images = [getattr(eq.nn, name)(2, kernel_size=3, hidden=4) for name in ("SLLConv2d", "CPLConv2d", "SLLConv2d")]
+    vectors = [getattr(eq.nn, name)(32) for name in ("SLLLinear", "CPLLinear")]
+    model = nn.Sequential(*images, nn.Flatten(), *vectors, eq.nn.SRLinear(32, 5)).eval()
     x = torch.rand(6, 2, 4, 4)
     with torch.no_grad():
         labels = model(x).argmax(1)
-    claims = certificates.write(model, x, labels, tmp_path, epsilons=(0.01,))
+    claims = certificates.write(model, x, labels, tmp_path, epsilons=(0.01,), deployed=deployed)
     assert claims["lipschitz"] < 1.01
     assert certificates.check(tmp_path)
 
@@ -168,6 +164,12 @@ def _other(op, a, weights, x):
         z = torch.stack(x.chunk(2, a["axis"]))
         y = z - 2 * (z * v[:, None]).sum(0).clamp(max=0) * v[:, None]
         return torch.cat([*y], a["axis"]), max(1.0, 2 * float(v.square().sum(0).max()) - 1)
+    if op == "clamp":
+        return x.clamp(a["low"], a["high"]), 1.0
+    if op == "gather":
+        index = weights["index"].long()
+        repeated = float((index.flatten() + 1).bincount()[1:].max()) ** 0.5
+        return functional.pad(x.flatten(1), (0, 1))[:, index], repeated
     if op == "average_pool":
         assert a["kernel"] == a["stride"], "the reference knows windows that do not overlap"
         return functional.avg_pool2d(x, a["kernel"], a["stride"], a["padding"]), float(np.prod(a["kernel"])) ** -0.5
@@ -182,19 +184,13 @@ def _other(op, a, weights, x):
         y = x.clone()
         y.movedim(axis, 0)[: a["count"]].abs_()
         return y, 1.0
-    if kind == "clamp":
-        return x.clamp(a["low"], a["high"]), 1.0
     if kind == "maxmin":
         first, second = x.chunk(2, axis)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], axis), 1.0
-    if kind == "pad":
-        return functional.pad(x, [n for pair in reversed(a["widths"]) for n in pair]), 1.0
     if kind == "sort":
         return x.sort(axis).values, 1.0
     if kind == "reshape":
         return x.reshape(len(x), *a["shape"]), 1.0
-    if kind == "permute":
-        return x.permute(0, *a["axes"]), 1.0
     raise AssertionError(kind)
 
 
@@ -418,7 +414,7 @@ def test_binomial_tails_and_quantiles_against_many_digits():
             assert mpmath.ncdf(mpmath.mpf(str(bound))) <= mpmath.mpf(str(p))
 
 
-def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones():
+def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones(tmp_path):
     rng = np.random.default_rng(0)
     claim = {"sigma": 2.0, "alpha": 1e-3, "n": 2000}
     shares = rng.dirichlet([3, 1, 1, 0.3], 12)
@@ -426,9 +422,12 @@ def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones()
     selection, estimation = rng.multinomial(100, shares), rng.multinomial(2000, shares)
     kinds = set()
     for procedure in ("rivals", "cohen", "bonferroni"):
-        rows = certificates.smoothing_rows(selection, estimation, [2000] * 12, 2.0, 1e-3, procedure)
+        setting = {"sigma": 2.0, "alpha": 1e-3, "procedure": procedure}
+        rows = certificates.write_smoothing(selection, estimation, [2000] * 12, tmp_path, **setting)["smoothing"][
+            "rows"
+        ]
+        assert certificates.check(tmp_path)
         kinds |= {row["procedure"] for row in rows}
-        assert check_smoothing.check_smoothing(None, None, {**claim, "rows": rows})
         for row in rows:
             key = "gap" if row["procedure"] == "joint" else "radius"
             with pytest.raises(checker.Rejected):
@@ -458,11 +457,11 @@ def test_the_lone_files_run_without_the_library(tmp_path):
 @pytest.mark.parametrize("kind", ["exact", "deployed", "local"])
 def test_other_kinds_of_claims_hold_and_edited_ones_are_rejected(tmp_path, kind):
     torch.manual_seed(3)
-    model = NETWORKS["dense"]()
+    model = NETWORKS["sorted" if kind == "deployed" else "dense"]()
     model = model.double() if kind == "exact" else model
     x = torch.rand(5, 2, 4, 4)
     with torch.no_grad():
-        labels = model(x.to(model[1].weight)).argmax(1)
+        labels = model(x.to(next(model.parameters()))).argmax(1)
     radii = eq.certified_radius(model, x, labels).radius if kind == "local" else None
     source, edited = tmp_path / "bundle", tmp_path / "edited"
     claims = certificates.write(model, x, labels, source, epsilons=(0.01,), radii=radii, deployed=kind == "deployed")
@@ -516,6 +515,27 @@ def test_ranges_and_maps_of_local_certificates_hold_on_random_points():
         assert (points >= ball.low[k]).all()
         assert (points <= ball.high[k]).all()
         points = np.maximum(points, 0)
+
+
+@pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"circular"}))
+def test_float32_stays_within_the_bound_of_its_rounding(name):
+    """At inputs within the radius, against the real function in float64."""
+    torch.manual_seed(len(name))
+    model = NETWORKS[name]().eval()
+    x = torch.rand(4, 2, 4, 4)
+    document, tensors = certificates.describe(model, x)
+    network = checker.Network(document, tensors)
+    network.units[1] = checker.FLOAT32
+    radii = np.full(len(x), 0.5)
+    value = network.evaluate(x.double().numpy(), radii)
+    for _ in range(5):
+        noise = torch.randn_like(x)
+        near = x + 0.49 * noise / noise.flatten(1).norm(dim=1)[:, None, None, None]
+        with torch.no_grad():
+            real = reference(document, tensors, near.double())[0]
+            distance = (model(near).double() - real).norm(dim=1).numpy()
+        assert (distance <= value.error[1]).all()
+        assert (distance > 1e-6 * value.error[1]).any()
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e-42, 2.0**25])

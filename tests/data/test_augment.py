@@ -41,11 +41,7 @@ def test_flip_is_the_slow_loop(p):
     assert abs(float(flipped.float().mean()) - p) < 0.05
 
 
-AUGMENTATIONS = {
-    "crop": lambda x, g: random_crop(x, 2, g, "reflect"),
-    "flip": random_flip,
-    "randaugment": randaugment,
-}
+AUGMENTATIONS = {"crop": lambda x, g: random_crop(x, 2, g, "reflect"), "flip": random_flip, "randaugment": randaugment}
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)

@@ -20,11 +20,8 @@ torch.manual_seed(1)
 W = torch.randn(5, 6)
 P = torch.rand(6) + 0.5
 T = torch.randn(3, 5)
-BILINEAR = torch.randn(4, 3, 3)
 INDEX = torch.tensor([[0, 2, 2, 1]])
 APART = torch.tensor([[3, 0, 1]])
-KEPT = torch.arange(24).reshape(4, 6) % 5 == 0
-GRID = torch.rand(1, 4, 4, 2) * 2 - 1
 SPECTRUM = torch.randn(4, dtype=torch.complex128)
 MIXING = torch.randn(2, 2, 3, dtype=torch.complex128) / 2
 
@@ -78,67 +75,30 @@ WRITTEN_OUT = {
     "cdist": at(lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype)), (3, 4), 0.9),
     "cdist 1": at(lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype), p=1.0), (3, 4), 0.9),
     "lerp by a tensor": at(lambda x: torch.lerp(x, x.flip(1), W[:1].to(x.dtype)), (6,), 0.3),
-    "bilinear on ball": at(lambda x: F.bilinear(x[:, :3], x[:, 3:], BILINEAR.to(x.dtype)), (6,), 0.2, 2.0),
-    "bilinear with a constant": at(
-        lambda x: F.bilinear(x, T[:1, :3].to(x.dtype).expand(len(x), -1), BILINEAR.to(x.dtype)), (3,), 0.3
-    ),
-    "batched product summed": at(
-        lambda x: torch.stack(
-            [torch.addbmm(s[0, :, :2], s, W[None, :4, :2].to(x.dtype).expand(2, 4, 2), alpha=2.0, beta=0.5) for s in x]
-        ),
-        (2, 3, 4),
-        0.4,
-    ),
     "cross": at(lambda x: torch.linalg.cross(x, torch.ones(1, 3, dtype=x.dtype)), (3,), 0.8),
 }
 
 INDEXED = {
     "unfold": at(lambda x: x.unfold(1, 3, 1)),
     "patches": at(lambda x: F.unfold(x, 3, padding=1, stride=2), (2, 5, 5)),
-    "fold": at(lambda x: F.fold(x, (5, 5), 3, padding=1), (18, 25)),
     "gather": at(lambda x: x.gather(1, INDEX.expand(len(x), -1))),
     "take along": at(lambda x: x.take_along_dim(INDEX, 1)),
-    "scatter": at(lambda x: torch.ones(len(x), 6, dtype=x.dtype).scatter(1, APART.expand(len(x), -1), x), (3,)),
-    "scatter a number": at(lambda x: x.scatter(1, INDEX.expand(len(x), -1), 2.0)),
-    "scatter itself": at(lambda x: x.scatter(1, APART.expand(len(x), -1), 2 * x[:, :3]), (6,), 0.9),
     "scatter add": at(
         lambda x: torch.zeros(len(x), 6, dtype=x.dtype).scatter_add(1, INDEX.expand(len(x), -1), x), (4,)
     ),
-    "scatter maximum": at(lambda x: x.scatter_reduce(1, INDEX.expand(len(x), -1), 3 * x[:, :4], "amax"), (6,), 0.9),
     "index add": at(lambda x: x.index_add(1, INDEX[0], x[:, :4], alpha=2.0), (6,), 0.6),
     "index copy": at(lambda x: x.index_copy(1, APART[0], 2 * x[:, :3]), (6,), 0.9),
-    "index fill": at(lambda x: x.index_fill(1, INDEX[0], 3.0)),
+    "index fill": at(lambda x: x.index_fill(1, APART[0], 3.0)),
     "select scatter": at(lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9),
     "slice scatter": at(lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9),
-    "masked scatter of copies": at(
-        lambda x: torch.masked_scatter(x[:, None], KEPT, torch.ones(len(x), 24, dtype=x.dtype)), (6,), 0.7
-    ),
     "diagonal of a vector": at(lambda x: x.diag_embed(), (4,)),
-    "sampling": at(
-        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), align_corners=False), (2, 5, 5)
-    ),
-    "sampling nearest": at(
-        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), "nearest", "border", False), (2, 5, 5)
-    ),
-    "sampling bicubic": at(
-        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), "bicubic", "reflection", True),
-        (1, 5, 5),
-    ),
 }
 
 ORDERED = {
     "mean in a named type": at(lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)), (3, 5), 0.9),
     "running sum": at(lambda x: x.cumsum(1), (6,), 0.999),
     "running sum of rows": at(lambda x: x.cumsum(-1), (3, 5), 0.999),
-    "running maximum": at(lambda x: x.cummax(1)[0], (6,), 0.5),
-    "running logsumexp": at(lambda x: x.logcumsumexp(1), (6,), 0.5),
     "topk": at(lambda x: x.topk(3, 1)[0]),
-    "median": at(lambda x: x.median(1)[0], (3, 5)),
-    "kth value": at(lambda x: x.kthvalue(2, 1)[0]),
-    "quantile": at(lambda x: x.quantile(0.3, dim=1), (6,), 0.7),
-    "logaddexp": at(lambda x: torch.logaddexp(x[:, :3], x[:, 3:]), (6,), 0.9),
-    "hypot": at(lambda x: torch.hypot(x[:, :3], x[:, 3:])),
-    "hypot constant": at(lambda x: torch.hypot(x, torch.ones(6, dtype=x.dtype)), (6,), 0.9),
     "max min of halves": at(lambda x: torch.cat([torch.max(x[:, :3], x[:, 3:]), torch.min(x[:, :3], x[:, 3:])], 1)),
     "max min interleaved": at(
         lambda x: torch.stack([x[:, ::2].maximum(x[:, 1::2]), x[:, ::2].minimum(x[:, 1::2])], 2).flatten(1)
@@ -180,17 +140,6 @@ DOMAINS = {
     "logarithm on ball": at(lambda x: torch.log(1 + x.exp()), (6,), 0.1, 1.0),
     "exponential of what is not positive": at(lambda x: torch.exp(-3 * F.relu(x)), (6,), 0.9),
     "Gaussian of a distance": at(lambda x: torch.exp(-0.5 * (1 + x.abs())), (6,), 0.9),
-    "power of 2": at(lambda x: 2.0 ** torch.tanh(x), (6,), 0.3),
-    "power of a half": at(lambda x: 0.5 ** F.relu(x), (6,), 0.9),
-    "exp2 on ball": at(torch.exp2, (6,), 0.9, 2.0),
-    "sinh on ball": at(torch.sinh, (6,), 0.9, 2.0),
-    "cosh on ball": at(torch.cosh, (6,), 0.9, 2.0),
-    "tangent": at(lambda x: torch.tan(torch.tanh(x)), (6,), 0.2),
-    "arcsine": at(lambda x: torch.asin(0.9 * torch.tanh(x)), (6,), 0.3),
-    "arccosine": at(lambda x: torch.acos(0.9 * torch.tanh(x)), (6,), 0.3),
-    "artanh": at(lambda x: torch.atanh(x.clamp(-0.9, 0.9)), (6,), 0.2),
-    "log2": at(lambda x: torch.log2(x.abs() + 0.5), (6,), 0.8),
-    "log10": at(lambda x: torch.log10(x.abs() + 0.5), (6,), 0.8),
     "sinc": at(torch.sinc, (6,), 0.9),
     "erfc": at(torch.erfc, (6,), 0.9),
     "expm1 on ball": at(torch.expm1, (6,), 0.9, 1.0),
@@ -214,7 +163,6 @@ DOMAINS = {
     "tanh gelu by squares": at(lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1)),
     "gelu of another width": at(lambda x: x * (0.5 * (1.0 + torch.erf(3 * x)))),
     "mish by hand": at(lambda x: x * torch.tanh(F.softplus(x))),
-    "softplus by hand": at(lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9),
     "log of a sigmoid": at(lambda x: torch.log(torch.sigmoid(x)), (6,), 0.9),
     "log of a softmax": at(lambda x: torch.log(torch.softmax(x, -1)), (6,), 0.3),
     "rms norm by division": at(lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9),

@@ -179,53 +179,37 @@ class CallsTwoInputs(nn.Module):
         return self.block(x, x.relu())
 
 
-def hooked():
-    block = Claims()
-    block.register_forward_hook(lambda module, args, output: 10 * output)
-    return block
-
-
-def pre_hooked():
-    block = Claims()
-    block.register_forward_pre_hook(lambda module, args: (10 * args[0],))
-    return block
-
-
-def child_hooked():
-    block = Wraps()
-    block.inner.register_forward_hook(lambda module, args, output: 10 * output)
-    return block
-
-
 def _ten_times(self, x):
     return 10 * type(self).forward(self, x)
 
 
-def patched():
-    block = Claims()
-    block.forward = types.MethodType(_ten_times, block)
+def changed(block, change):
+    change(block)
     return block
 
 
-def child_patched():
-    block = Wraps()
-    block.inner.forward = types.MethodType(_ten_times, block.inner)
-    return block
+#: blocks of which the method no longer speaks the truth
+TAMPERED = {
+    "hook": lambda: changed(Claims(), lambda b: b.register_forward_hook(lambda module, args, output: 10 * output)),
+    "pre-hook": lambda: changed(Claims(), lambda b: b.register_forward_pre_hook(lambda module, args: (10 * args[0],))),
+    "hook of a child": lambda: changed(
+        Wraps(), lambda b: b.inner.register_forward_hook(lambda module, args, output: 10 * output)
+    ),
+    "patch": lambda: changed(Claims(), lambda b: setattr(b, "forward", types.MethodType(_ten_times, b))),
+    "patch of a child": lambda: changed(
+        Wraps(), lambda b: setattr(b.inner, "forward", types.MethodType(_ten_times, b.inner))
+    ),
+    "lie": lambda: changed(
+        Claims(), lambda b: setattr(b, "lipschitz_upper", lambda input_shape: Bound(1e-3, Kind.UPPER))
+    ),
+    "another forward": Ten,
+    "two inputs": CallsTwoInputs,
+}
 
 
-def lying():
-    block = Claims()
-    block.lipschitz_upper = lambda input_shape: Bound(1e-3, Kind.UPPER)
-    return block
-
-
-@pytest.mark.parametrize(
-    "make",
-    [hooked, pre_hooked, child_hooked, patched, child_patched, lying, Ten, CallsTwoInputs],
-    ids=lambda f: f.__name__,
-)
-def test_tampered_blocks_get_the_bound_of_their_operations(make):
-    net = nn.Sequential(make(), nn.ReLU()).eval()
+@pytest.mark.parametrize("name", TAMPERED)
+def test_tampered_blocks_get_the_bound_of_their_operations(name):
+    net = nn.Sequential(TAMPERED[name](), nn.ReLU()).eval()
     report = lipschitz_bound(net, torch.zeros(1, WIDTH))
     assert attack(net, (WIDTH,)) <= report.upper * (1 + 1e-7)
     assert not any(row.method in ("potential", "by hand") for row in report.layers)

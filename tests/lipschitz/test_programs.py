@@ -98,6 +98,8 @@ BOUNDED = {
     "centring of other entries": (lambda x: x - x.mean(1), (4, 4), math.inf),
     "adding the mean": (lambda x: x + x.mean(1, keepdim=True), (4,), math.inf),
     "softplus": (lambda x: F.softplus(x + 20), (4,), 1.001),
+    "operation without a batching rule": (lambda x: torch.fft.fft(x).conj().imag, (4,), 2.001),
+    "view of a contiguous copy": (lambda x: (2 * x.view(-1, 2, 2).mT.contiguous().view(-1, 4)).tanh(), (4,), 2.001),
 }  # fmt: skip
 
 
@@ -130,7 +132,8 @@ def test_bounds_of_programs_hold(name):
         assert _reached(function, shape, point, 0.1) <= float(local.upper[i]) * (1 + 1e-6)
     assert report.upper <= limit
     assert bool((local.upper <= report.upper * (1 + 1e-6)).all())
-    assert bool((local.lower > 0).all()) or name == "item assignment"
+    without_lower_end = ("item assignment", "operation without a batching rule")  # rounding is not bounded there
+    assert bool((local.lower > 0).all()) or name in without_lower_end
 
 
 def test_softplus_is_bounded_as_the_real_function_and_says_so():
@@ -228,25 +231,10 @@ def test_the_largest_and_the_smallest_entry_have_a_local_bound():
     assert float(local_lipschitz(model, torch.randn(1, 6), 0.3, steps=2).upper) == pytest.approx(1)
 
 
-class _Noting(nn.Module):
-    """Writes a buffer in evaluation and draws numbers that it does not use."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        torch.rand(3)
-        self.seen = self.seen + 1
-        return 2 * x
-
-
-def test_a_capture_leaves_buffers_and_random_numbers_alone():
-    model = _Noting().eval()
+def test_a_capture_leaves_random_numbers_alone():
     before = torch.get_rng_state()
-    with pytest.raises(Refused, match=r"the map differs|other values|draws random"):
-        lipschitz_bound(model, torch.randn(1, 4, generator=torch.Generator().manual_seed(0)))
-    assert float(model.seen) == 0
+    with pytest.raises(Refused, match="draws random"):
+        lipschitz_bound(Op(lambda x: x * torch.rand(4)).eval(), torch.zeros(1, 4))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -324,11 +312,6 @@ def test_large_offsets_are_no_reason_to_refuse():
     assert lipschitz_bound(_far_offsets(), torch.randn(4, 16)).upper < 10
 
 
-def _complex_square(x):
-    z = torch.view_as_complex(x)
-    return torch.view_as_real(z * z)
-
-
 def _unbound_attention(x):
     v = x.unbind(-1)[0]
     return torch.softmax(v, -1) @ v
@@ -337,7 +320,6 @@ def _unbound_attention(x):
 #: name: (function, shape, ball, largest bound or inf); every fact of every node is compared with values
 FACTS = {
     "rows of pieces": (_unbound_attention, (20, 20, 2), 100.0),
-    "complex numbers": (_complex_square, (3, 2), 2.0),
     "in-place power": (lambda x: x.tanh().pow_(2), (4,), 2.0),
     "in-place float power": (lambda x: x.tanh().float_power_(2), (4,), 2.0),
     "lazy negation": (lambda x: torch.fft.fft(x).conj().imag, (4,), 2.0),
@@ -375,6 +357,19 @@ def test_numbers_are_read_in_the_dtype_of_the_tensor(name):
     assert bound >= truth
 
 
+@pytest.mark.parametrize("number", [0.7, 0.1, 1 / 3, 1e-3, math.pi, -2.3])
+def test_numbers_are_not_rounded_in_float64(number):
+    forms = (
+        lambda x: x * number,
+        lambda x: x / number,
+        lambda x: number * x - 3 * x,
+        lambda x: x * torch.tensor(number, dtype=D),
+    )
+    for function in forms:
+        stretch = abs(float(function(torch.ones((), dtype=D))))
+        assert lipschitz_bound(Op(function).eval(), torch.zeros(1, 3, dtype=D)).upper >= stretch * (1 - 1e-15)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_networks_in_half_precision_are_bounded_as_the_map_of_their_weights(dtype):
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval().to(dtype)
@@ -394,6 +389,7 @@ BAD_CALLS = [
     (None, X, {}), (X, X, {}), (nn.Linear, X, {}), (NET, None, {}), (NET, [[1.0]], {}), (NET, "x", {}), (NET, X.int(), {}),
     (NET, X.half(), {}), (NET, X[:0], {}), (NET, X.to("meta"), {}), (NET, X.to_sparse(), {}), (NET, (), {}), (NET, {"x": X}, {}),
     (NET, X[:, :3], {}), (NET, X, {"ball": "a"}), (NET, X, {"ball": 0}), (NET, X, {"ball": torch.ones(2)}),
+    (NET, X, {"ball": -1.0}), (NET, X, {"ball": math.inf}), (NET, X, {"rtol": 0.0}),
     (NET, X, {"rtol": None}), (NET, X, {"rtol": math.nan}), (NET, X, {"chain": "best"}), (NET, X, {"batch_dim": 7}),
 ]  # fmt: skip
 
@@ -442,10 +438,3 @@ def test_our_own_layers_are_one_to_our_own_auditor(name):
     layer.eval()
     assert lipschitz_bound(copy.deepcopy(layer), x).upper <= 1 + 1e-3
     assert lipschitz_bound(export(layer, x), x).upper <= 1 + 1e-3
-
-
-@pytest.mark.parametrize("method", ["cayley"])
-def test_converted_networks_are_audited(method):
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 4))
-    found = make_lipschitz(net, method=method, example_input=torch.zeros(1, 3, 4, 4))
-    assert lipschitz_bound(found.eval(), torch.randn(1, 3, 4, 4)).upper <= 1 + 1e-3

@@ -8,21 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lipschitz_attacks import attack
-from lipschitz_nets import randomise
+from lipschitz_nets import Op, randomise
 from torch import nn
 
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 
 C, N = 4, 6
-
-
-class Lambda(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class Branches(nn.Module):
@@ -62,11 +53,11 @@ def operation(rng) -> nn.Module:
             lambda: nn.MaxPool2d(3, 1, 1),
             lambda: nn.AvgPool2d(3, 1, 1, count_include_pad=rng.random() < 0.5),
             lambda: nn.GroupNorm(2, C, eps=0.5),
-            lambda: Lambda(lambda x: (x - 0.3) / scale.to(x.dtype).abs().clamp_min(0.2)),
-            lambda: Lambda(lambda x: x * scale.to(x.dtype)),
-            lambda: Lambda(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2).flip(1)),
-            lambda: Lambda(lambda x: x + x.mean((2, 3), keepdim=True)),
-            lambda: Lambda(lambda x: F.pad(x[:, :, 1:, :-1], (1, 0, 0, 1))),
+            lambda: Op(lambda x: (x - 0.3) / scale.to(x.dtype).abs().clamp_min(0.2)),
+            lambda: Op(lambda x: x * scale.to(x.dtype)),
+            lambda: Op(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2).flip(1)),
+            lambda: Op(lambda x: x + x.mean((2, 3), keepdim=True)),
+            lambda: Op(lambda x: F.pad(x[:, :, 1:, :-1], (1, 0, 0, 1))),
         ]
     )()
 

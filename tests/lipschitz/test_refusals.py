@@ -29,7 +29,6 @@ REFUSED = {
     "remainder": (lambda x: x % 1.0, "discontinuous"),
     "floor of a quotient": (lambda x: x // 2.0, "discontinuous"),
     "decision": (lambda x: torch.where(x > 1, x, 0 * x), "relu, clamp, maximum"),
-    "arcsine beyond its domain": (torch.asin, "clamp the argument"),
     "gated unit": (lambda x: F.glu(x, 1), "ball"),
     "square": (lambda x: x * x, "ball"),
     "attention": (lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]), "ball"),
@@ -39,16 +38,12 @@ REFUSED = {
     "logarithm": (lambda x: torch.log(x.abs()), "near 0"),
     "negative power": (lambda x: F.relu(x) ** -0.5, "near 0"),
     "variance": (lambda x: x.var(1), "ball"),
-    "scatter in no order": (lambda x: x.scatter(1, torch.tensor([[0, 0]]).expand(len(x), -1), x), "no fixed order"),
+    "scatter in no order": (lambda x: x.index_copy(1, torch.tensor([0, 0]), x[:, :2]), "no fixed order"),
     "largest in no order": (lambda x: x.topk(3, 1, sorted=False)[0], "sorted=True"),
     "gather by positions of the input": (lambda x: x.gather(1, x.argmax(1, True)), "no Lipschitz rule|jump"),
     "complex numbers": (lambda x: torch.fft.fft(x), "complex"),
     "angle": (lambda x: torch.fft.fft(x).angle(), "complex numbers"),
     "mode": (lambda x: x.mode(1)[0], "no Lipschitz rule"),
-    "sampling by the input": (
-        lambda x: F.grid_sample(x[:, None, None], x[:, None, :2, None].expand(-1, 1, 2, 2), align_corners=False),
-        "jump",
-    ),
     "argmax index": (lambda x: x.max(1)[1].to(x.dtype), "jumps"),
     "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "decision"),
     "gather by the input": (lambda x: x[:, (x[0] > 0).to(torch.long)], "decision"),
@@ -115,39 +110,6 @@ def test_a_batch_norm_without_running_statistics_is_refused():
     norm = nn.BatchNorm1d(4, track_running_stats=False).eval()
     with pytest.raises((Refused, InputError)):
         lipschitz_bound(norm, torch.zeros(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("example", "words"),
-    [
-        ("x", "tensor"),
-        (torch.zeros(1, 4, dtype=torch.int64), "int64"),
-        (torch.zeros(0, 4), "empty"),
-        (torch.zeros(1, 5), "run"),
-        (None, "example_input"),
-    ],
-)
-def test_bad_examples_are_refused(example, words):
-    with pytest.raises((Refused, InputError), match=words):
-        lipschitz_bound(nn.Linear(4, 4).eval(), example)
-
-
-@pytest.mark.parametrize("arguments", [{"ball": -1.0}, {"ball": float("inf")}, {"rtol": 0.0}])
-def test_bad_arguments_are_refused(arguments):
-    with pytest.raises(InputError):
-        lipschitz_bound(nn.Linear(4, 4).eval(), torch.zeros(1, 4), **arguments)
-
-
-def test_non_finite_weights_are_refused():
-    layer = nn.Linear(4, 4)
-    layer.weight.data[0, 0] = float("nan")
-    with pytest.raises((Refused, InputError), match="non-finite"):
-        lipschitz_bound(layer, torch.zeros(1, 4))
-
-
-def test_in_place_operations_that_nothing_sees_are_fine():
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True))
-    assert lipschitz_bound(net, torch.zeros(1, 4)).upper > 0
 
 
 def test_torchscript_is_refused_and_inference_mode_is_not():

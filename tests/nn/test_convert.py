@@ -223,7 +223,7 @@ def test_refusals():
         make_lipschitz(dense(), method="spectral")
     with pytest.raises(InputError, match="options"):
         make_lipschitz(dense(), steps=3)
-    with pytest.raises(InputError, match=r"expected an nn\.Module"):
+    with pytest.raises(InputError, match="must be a torch"):
         make_lipschitz("model.pt2")
     with pytest.raises(InputError, match="one tensor"):
         make_lipschitz(nn.LSTM(2, 2), example_input=torch.zeros(1, 3, 2))

@@ -242,8 +242,8 @@ def test_the_smaller_side_is_the_transpose_of_the_other_layer(layer, shape):
 def test_the_outputs_of_convolutions_are_rescaled_where_they_are_fewer(kind, options):
     torch.manual_seed(0)
     layer = kind(8, 4, 3, padding=1, **options).double()
-    assert method(layer).turned
-    assert not method(kind(4, 8, 3)).turned
+    assert method(layer).transposed
+    assert not method(kind(4, 8, 3)).transposed
     assert 0.05 < reference_norm(exported(layer), (8, 6, 8)) <= 1
     ratio = layer.weight / raw(layer)  # one factor for every output channel, the same for all inputs and taps
     torch.testing.assert_close(ratio, ratio[:, :1, :1, :1].expand_as(ratio))
@@ -252,7 +252,7 @@ def test_the_outputs_of_convolutions_are_rescaled_where_they_are_fewer(kind, opt
 def test_sides_are_checked():
     with pytest.raises(InputError, match="side must be one of"):
         eqn.SRLinear(3, 4, side="left")
-    assert method(eqn.AOLConv2d(3, 4, 3, side="output")).turned
+    assert method(eqn.AOLConv2d(3, 4, 3, side="output")).transposed
 
 
 CLOSED = {

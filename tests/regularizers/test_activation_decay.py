@@ -181,11 +181,16 @@ def test_one_penalty_per_forward_pass_and_hooks_go():
 
 
 def test_a_failing_forward_pass_leaves_no_hooks_on_layers():
-    net = mlp()
-    ActivationDecay(net, 0.1)
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    ad = ActivationDecay(net, 0.1)
+    weight = net[1].weight
+    net[1].weight = nn.Parameter(torch.zeros(3, 5))  # fails after the first layer was called
     with pytest.raises(RuntimeError):
-        net(torch.randn(2, 7))
+        net(torch.randn(2, 6))
     assert all(not layer._forward_hooks for layer in net)
+    net[1].weight = weight
+    net(torch.randn(2, 6))
+    assert ad.name == "2", "a pass that failed does not choose the layer"
 
 
 def test_mask_counts_only_what_it_marks():

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from equipoise.core import InputError
 from equipoise.regularizers import (
-    AnticorrelatedNoise,
     add_noise,
     consistency_loss,
     frozen_statistics,
@@ -108,22 +107,6 @@ def test_a_layer_used_twice_keeps_its_parameters():
     assert first.weight is kept
     assert torch.equal(first.weight, before)
     assert first.weight.grad.abs().sum() > 0
-
-
-def test_anticorrelated_noise_is_taken_back():
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.zeros(2000).double())
-    noise = AnticorrelatedNoise([p], 0.3, torch.Generator().manual_seed(0))
-    for _ in range(50):
-        noise.step()
-        assert p.std().item() == pytest.approx(0.3, rel=0.1)  # a random walk would grow like √k
-    state = noise.state_dict()
-    other = AnticorrelatedNoise([p], 0.3)
-    other.load_state_dict(state)
-    other.finish()
-    assert p.abs().max() < 1e-12
-    with pytest.raises(InputError, match="shapes"):
-        AnticorrelatedNoise([nn.Parameter(torch.zeros(3))], 0.1).load_state_dict(state)
 
 
 def batch_net():

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -6,21 +7,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from equipoise import report
 from equipoise.cli.app import Command, build
 from equipoise.core import InputError
-from equipoise.report import (
-    Picture,
-    ReportData,
-    audit_network,
-    collect,
-    data_uri,
-    load_audit,
-    load_gallery,
-    render,
-    save_audit,
-    save_gallery,
-)
-from equipoise.report.collect import as_document
+from equipoise.report import Picture, ReportData, as_document, audit_network, collect, data_uri, render
 from equipoise.runs import AttackRow, certify, prove
 
 
@@ -32,19 +22,11 @@ def folder(tmp_path_factory):
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval().requires_grad_(False)
     x = torch.rand(12, 1, 2, 2)
     y = net(x).argmax(1)
-    votes = certify(net, (x, y), run_dir=root / "votes", sigma=0.25, n=200, n0=20)
-    soft = certify(
-        net,
-        (x, y),
-        run_dir=root / "soft",
-        sigma=0.25,
-        n=200,
-        n0=20,
-        procedure="lvm",
-        map="softmax:0.5",
-        lipschitz="auto",
-    )
-    plain = certify(net, (x, y), run_dir=root / "plain", sigma=0.25, n=200, n0=20, procedure="lvm", map="softmax:0.5")
+    common = {"sigma": 0.25, "n": 200, "n0": 20}
+    lvm = {"procedure": "lvm", "map": "softmax:0.5", **common}
+    votes = certify(net, (x, y), run_dir=root / "votes", **common)
+    soft = certify(net, (x, y), run_dir=root / "soft", lipschitz="auto", **lvm)
+    plain = certify(net, (x, y), run_dir=root / "plain", **lvm)
     votes.add_attacks([AttackRow(id=i, kind="smoothed", epsilon=9.0, success=True, distance=8.5) for i in range(6)])
     votes.add_attacks([AttackRow(id=i, kind="smoothed", epsilon=1e-6, success=False) for i in range(12)])
     proved = prove(net, (x, y), run_dir=root / "proved", name="toy")
@@ -54,9 +36,9 @@ def folder(tmp_path_factory):
             AttackRow(id=1, kind="base", epsilon=9.0, success=True, distance=8.5),
         ]
     )
-    save_audit(audit_network("net", net, x[:1], inputs=x[:2], ids=[0, 1], radius=0.1), root / "proved")
+    report.save_audit(audit_network("net", net, x[:1], inputs=x[:2], ids=[0, 1], radius=0.1), root / "proved")
     picture = Picture(model="net", id="0", label="1", predicted="1", radius=0.1, procedure="cpm", image=data_uri(x[0]))
-    save_gallery([picture], root / "proved")
+    report.save_gallery([picture], root / "proved")
     return root, votes, soft, plain
 
 
@@ -67,9 +49,8 @@ def test_runs_margins_audits_and_pictures_come_together(folder):
     assert np.array_equal(data.series[1].results.radius, votes.certificates().radius)
     assert np.array_equal(data.series[2].results.radius, votes.certificates(procedure="cohen").radius)
     assert np.array_equal(data.series[3].results.radius, soft.certificates().radius)
-    assert np.array_equal(
-        data.series[4].results.radius, plain.certificates().radius
-    )  # the same draws without the constant
+    # the same draws without the constant
+    assert np.array_equal(data.series[4].results.radius, plain.certificates().radius)
     assert bool((data.series[3].results.radius >= data.series[4].results.radius).all())
     assert [a.kind for a in data.attacks] == ["base", "smoothed"]
     assert np.isfinite(data.attacks[1].distance).sum() == 6
@@ -80,14 +61,9 @@ def test_runs_margins_audits_and_pictures_come_together(folder):
     assert data.tested.tried > 0
     assert {run["run"] for run in data.runs} == {"proved", "votes", "soft"}
     assert not data.series[3].assumption  # computed, not claimed
-
-
-def test_another_risk_gives_other_certificates(folder):
-    root, votes, *_ = folder
-    data = collect([root / "votes"], alpha=0.2)
-    assert data.series[0].results.alpha == 0.2
-    assert np.array_equal(data.series[0].results.radius, votes.certificates(0.2).radius)
-    assert data.series[0].results.radius.sum() > votes.certificates().radius.sum()
+    other = collect([root / "votes"], alpha=0.2).series[0].results
+    assert other.alpha == 0.2
+    assert np.array_equal(other.radius, votes.certificates(0.2).radius)
 
 
 @pytest.mark.parametrize(("share", "kind", "success", "broken"), [
@@ -161,13 +137,8 @@ def test_a_published_log_is_a_curve_whose_risk_is_unknown(tmp_path):
 
 def test_names_tell_runs_apart(folder, tmp_path):
     root, *_ = folder
-    other = tmp_path / "votes"
-    other.symlink_to(root / "soft")
-    for a, b in (("x", "votes"), ("y", "votes")):
-        (tmp_path / a).mkdir()
-        (tmp_path / a / b).mkdir()
-        for file in (root / "votes").iterdir():
-            (tmp_path / a / b / file.name).write_bytes(file.read_bytes())
+    for name in "xy":
+        shutil.copytree(root / "votes", tmp_path / name / "votes")
     data = collect([tmp_path / "x" / "votes", tmp_path / "y" / "votes"])
     assert {s.run for s in data.series} == {"x/votes", "y/votes"}
     with pytest.raises(InputError, match="twice"):
@@ -202,8 +173,8 @@ def test_unfinished_runs_say_so(tmp_path):
 def test_audits_survive_their_file(tmp_path):
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, stride=2), nn.Flatten()).eval()
     audit = audit_network("net", net, torch.zeros(1, 1, 6, 6))
-    save_audit(audit, tmp_path)
-    assert load_audit(tmp_path) == audit
+    report.save_audit(audit, tmp_path)
+    assert report.load_audit(tmp_path) == audit
     for s in audit.spectra:
         row = next(r for r in audit.bound.layers if r.name == s.layer)
         assert s.values[0] == pytest.approx(row.upper, rel=0.35 if s.note else 0.01)
@@ -227,7 +198,7 @@ DAMAGE = {
 def test_damaged_files_are_refused_by_name(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
-        {"audit.json": load_audit, "gallery.json": load_gallery}[name](tmp_path)
+        {"audit.json": report.load_audit, "gallery.json": report.load_gallery}[name](tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -239,7 +210,7 @@ def test_pictures_are_png_and_their_numbers_are_numbers(tmp_path, key, value):
     picture |= {"image": data_uri([[0.0]]), key: value}
     (tmp_path / "gallery.json").write_text(json.dumps({"pictures": [picture]}))
     with pytest.raises(InputError, match=key):
-        load_gallery(tmp_path)
+        report.load_gallery(tmp_path)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------

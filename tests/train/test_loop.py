@@ -19,7 +19,7 @@ from equipoise.train.build import Part, build_data
 from equipoise.train.config import Data, Extra
 from equipoise.train.losses import LOSSES, OBJECTIVES, cross_entropy
 from equipoise.train.metrics import Certified, certified_bound, evaluate
-from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, selection
+from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
@@ -214,13 +214,6 @@ def test_an_input_whose_logits_are_no_numbers_counts_as_not_certified(bad):
 def test_a_batch_larger_than_the_data_is_the_data(small):
     result = run_recipe(small("batch_size=1000", "epochs=1"))
     assert result.final["step"] == 1
-
-
-def test_layer_types():
-    assert selection() == {}
-    assert selection(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
-    with pytest.raises(InputError, match="did you mean 'Linear'"):
-        selection("Linaer")
 
 
 def test_extra_examples_are_mixed_in_by_ratio():

@@ -28,11 +28,7 @@ epochs: 2
 
 #: what is changed in the good recipe, and what must be said
 BAD = {
-    "unknown key": (
-        "epochs: 2",
-        "epoch: 2",
-        r"unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
-    ),
+    "unknown key": ("epochs: 2", "epoch: 2", r"unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing"),
     "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"unknown key 'optimizer\.learning_rate'"),
     "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"did you mean 'optimizer.momentum'\?"),
     "wrong type": ("epochs: 2", "epochs: many", r"'epochs' must be a valid integer.*got 'many'"),
@@ -52,11 +48,7 @@ BAD = {
     "empty": (GOOD, "", r"must hold `key: value` pairs, got NoneType"),
     "nested": ("  lr: 1e-2", "  nesterov: true\n  momentum: 0", r"nesterov needs a momentum above 0"),
     "schedule": ("epochs: 2", "epochs: 2\nschedule: {kind: piecewise}", r"at least two points"),
-    "part is text": (
-        "data: {path: digits}",
-        "data: digits",
-        r"'data' must be a valid dictionary.*got 'digits'",
-    ),
+    "part is text": ("data: {path: digits}", "data: digits", r"'data' must be a valid dictionary.*got 'digits'"),
 }
 
 
@@ -205,14 +197,6 @@ def test_bundled_recipes_are_whole(name):
     assert read_recipe(recipe.to_dict()) == recipe
 
 
-def test_the_bundled_recipes_of_the_documentation_exist():
-    wanted = {
-        "sll-aol-digits", "sll-sr-digits", "sll-aol-fashion", "sll-sr-fashion", "noise-cnn-fashion", "noise-cnn-cifar",
-        "resnet18-spectral-cifar", "mlp-ad-cifar", "text-snips",
-    }  # fmt: skip
-    assert wanted <= set(bundled())
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -267,6 +251,7 @@ HOSTILE = {
     "data that runs": ("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: 'sys:exit#train'}\nepochs: 1\n", "sys:exit"),
     "more data that runs": ("extends: sll-sr-digits\ndata: {extra: {path: 'sys:exit'}}\n", "sys:exit"),
     "data that runs by a variable": ("extends: sll-sr-digits\ndata: {path: '${A_WORD}:exit#train'}\n", "sys:exit"),
+    "code that extends": ("extends: sll-sr-digits\nmodel: {factory: 'os:system'}\n", "code that would be run"),
     "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
     "bottomless": ("[" * 5000 + "]" * 5000, "not YAML"),
     "a strange date": ("name: 2024-99-99\n", "not YAML"),
@@ -316,13 +301,6 @@ def test_only_bundled_recipes_are_extended(tmp_path, named):
     path = tmp_path / "mine.yaml"
     path.write_text(f"extends: {named}\nepochs: 3\n")
     with pytest.raises(InputError, match="extends takes the name of a bundled recipe"):
-        read_recipe(path)
-
-
-def test_code_in_a_recipe_that_extends_is_refused(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: sll-sr-digits\nmodel: {factory: 'os:system'}\n")
-    with pytest.raises(EquipoiseError, match="code that would be run"):
         read_recipe(path)
 
 

@@ -57,15 +57,6 @@ def test_a_line_per_epoch_and_a_table(recipe, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "tiny" / "config.json").exists()
 
 
-def test_a_bundled_recipe_by_name(tmp_path):
-    done = run("train", "sll-sr-digits", *FAST, "--run-dir", tmp_path / "run", "--json")
-    assert done.exit_code == 0, done.stderr
-    final = json.loads(done.stdout)
-    assert final["bound"] is not None
-    again = run("audit", tmp_path / "run", "--json")
-    assert again.exit_code == 0, again.stderr
-
-
 def test_list_and_show():
     assert {"sll-sr-digits", "text-snips"} <= set(json.loads(run("train", "--list", "--json").stdout))
     assert "sll-sr-digits" in run("train", "--list").stdout

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, inflate
-from equipoise.lipschitz.enclose import Box, activated
+from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Copy, Pieces
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import apply, roundoff, supported
+from equipoise.lipschitz.tangent import activated, apply, roundoff, supported
 from equipoise.maps.linear import Diagonal, Padding
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms import spectral_norm

@@ -46,20 +46,19 @@ def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_
     with torch.no_grad():
         classes = checked_logits(model, x, y).shape[1]
 
-    found = _found(model, fresh_strides(x), y, epsilon, batch_size, classes).detach()
-    stored = inside_ball(x, found.double(), radius)
+    name = require_autoattack()
+    package = importlib.import_module(name)
+    options = {"norm": "L2", "eps": epsilon, "version": "standard"}
+    inputs = fresh_strides(x)
+    if name == "autoattack":
+        attack = package.AutoAttack(model, **options, verbose=False)
+        adversarial = attack.run_standard_evaluation(inputs, y, bs=batch_size)
+    else:
+        attack = package.AutoAttack(model, **options, n_classes=classes)
+        batches = zip(inputs.split(batch_size), y.split(batch_size), strict=True)
+        adversarial = torch.cat([attack(*batch) for batch in batches])
+
+    stored = inside_ball(x, adversarial.detach().double(), radius)
     with torch.no_grad():
         success = model(stored).argmax(dim=1) != y
     return AttackResult(stored, success, (stored.double() - x.double()).flatten(1).norm(dim=1))
-
-
-def _found(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, batch_size: int, classes: int) -> Tensor:
-    """The inputs that the package found."""
-    name = require_autoattack()
-    package = importlib.import_module(name)
-    if name == "autoattack":
-        attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", verbose=False)
-        found: Tensor = attack.run_standard_evaluation(x, y, bs=batch_size)
-        return found
-    attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", n_classes=classes)
-    return torch.cat([attack(a, b) for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True)])

@@ -19,22 +19,14 @@ from equipoise.smoothing.simplex import apply_map
 
 
 def unit(g: Tensor) -> Tensor:
-    """`g/‖g‖₂` per input, in float64; 0 where the gradient is 0 or not finite.
+    """`g/‖g‖₂` per input, in float64; 0 where the gradient is 0. Entries that are not finite count as 0.
 
     >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).round(decimals=6).tolist()
     [[0.6, 0.8], [0.0, 0.0]]
     """
-    g = g.double()
+    g = torch.nan_to_num(g.double(), 0.0, 0.0, 0.0)
     norm = g.flatten(1).norm(dim=1)
-    good = torch.isfinite(norm) & (norm > 0)
-    scale = torch.where(good, 1 / torch.where(good, norm, torch.ones_like(norm)), torch.zeros_like(norm))
-    return torch.nan_to_num(g, 0.0, 0.0, 0.0) * _wide(scale, g)
-
-
-def random_start(x: Tensor, radius: Tensor, generator: torch.Generator) -> Tensor:
-    """`x + ε·u` with u uniform on the sphere, then made to lie in the ball."""
-    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-    return inside_ball(x, x.double() + _wide(radius, x) * unit(noise), radius)
+    return g / _wide(torch.where(norm > 0, norm, 1.0), g)
 
 
 def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
@@ -75,7 +67,7 @@ Verdict = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AttackResult:
-    """What an attack found: `‖adversarial − x‖₂ ≤ epsilon` holds in float64 for the tensors as stored.
+    """The result of an attack: `‖adversarial − x‖₂ ≤ epsilon` holds in float64 for the tensors as stored.
 
     `success` says where the answer at `adversarial` is not the label; where it failed, `adversarial` is the point of
     largest loss. `distance` is the float64 norm of the perturbation.
@@ -151,31 +143,42 @@ def smooth_pgd(
     each start, on `check_draws` fresh draws of the classifier's own map: a binomial test of the votes, or for soft scores
     an interval of each margin. "Success" is wrong with probability at most alpha; an undecided test is no success.
     Reference: Salman et al. (2019), SmoothAdv.
+
+    Args:
+        classifier: its noise, map and network are attacked.
+        x: inputs (N, ...).
+        y: the answers to break (N,).
+        epsilon: radius, one for all or (N,).
+        steps: gradient steps per start.
+        step_size: default 2.5·ε/steps.
+        restarts: number of random starts.
+        draws: M, noise per step.
+        check_draws: fresh draws that decide about success.
+        alpha: risk of a wrong "success".
+        seed: of starts and noise.
     """
     require_type(classifier, SmoothedClassifier, "classifier")
     y = checked_labels(x, y)
     generator = torch.Generator(device=x.device).manual_seed(seed + 1)
-    chosen = classifier.map or SimplexMap("hardmax")
+    simplex = classifier.map or SimplexMap("hardmax")
 
     def loss(z: Tensor) -> Tensor:
         total = torch.zeros(len(z), dtype=z.dtype, device=z.device)
+        scale = classifier.levels.scale(z[0])
         for _ in range(draws):
-            noise = classifier.levels.scale(z[0]) * torch.randn(
-                z.shape, generator=generator, dtype=z.dtype, device=z.device
-            )
-            total = (
-                total + soft_votes(checked_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
-            )
+            noise = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+            votes = soft_votes(checked_logits(classifier.model, z + scale * noise, y), simplex)
+            total = total + votes.gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 
     voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
     voter.noise_spec(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
-        if chosen.votes:
+        if simplex.votes:
             answer = torch.from_numpy(voter.predict(z, check_draws, alpha)).to(y.device)
             return (answer >= 0) & (answer != y)
-        return overtaken(voter, z, y, chosen, check_draws, alpha)
+        return overtaken(voter, z, y, simplex, check_draws, alpha)
 
     return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, every_step=False, finish=_onto(voter, x))
 
@@ -195,10 +198,10 @@ def _onto(classifier: SmoothedClassifier, x: Tensor) -> Callable[[Tensor], Tenso
 
 
 def overtaken(
-    classifier: SmoothedClassifier, x: Tensor, y: Tensor, chosen: SimplexMap, draws: int, alpha: float
+    classifier: SmoothedClassifier, x: Tensor, y: Tensor, simplex: SimplexMap, draws: int, alpha: float
 ) -> Tensor:
     """Where some class's smoothed score is above that of y, shown at level alpha by an interval of each margin."""
-    scores = apply_map(chosen, classifier.selection(x, draws, None, Stream.PREDICTION))
+    scores = apply_map(simplex, classifier.selection(x, draws, None, Stream.PREDICTION))
     own = np.take_along_axis(scores, y.cpu().numpy()[:, None, None], axis=2)
     margin = (1 + scores - own) / 2  # above ½ on average: the class has overtaken y
     risk = alpha / (scores.shape[2] - 1)
@@ -206,7 +209,7 @@ def overtaken(
     return torch.from_numpy((low > 0.5).any(axis=1)).to(y.device)
 
 
-def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
+def soft_votes(logits: Tensor, simplex: SimplexMap) -> Tensor:
     """Scores of the map; for the hardmax its votes forward and the softmax's gradient backward.
 
     >>> z = torch.tensor([[2.0, 0.0]], requires_grad=True)
@@ -214,51 +217,75 @@ def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
     >>> votes.tolist(), torch.autograd.grad(votes[0, 0], z)[0].abs().sum().item() > 0
     ([[1.0, 0.0]], True)
     """
-    if not chosen.votes:
-        return chosen(logits) / chosen.mass
+    if not simplex.votes:
+        return simplex(logits) / simplex.mass
     soft = torch.softmax(logits, dim=-1)
-    return chosen(logits) / chosen.mass + soft - soft.detach()
+    return simplex(logits) / simplex.mass + soft - soft.detach()
 
 
 def _ascend(
-    loss: Loss, broken: Verdict, x: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
-    restarts: int, seed: int, every_step: bool = True, finish: Callable[[Tensor], Tensor] = lambda z: z,
-) -> AttackResult:  # fmt: skip
+    loss: Loss,
+    broken: Verdict,
+    x: Tensor,
+    epsilon: float | Tensor,
+    steps: int,
+    step_size: float | None,
+    restarts: int,
+    seed: int,
+    every_step: bool = True,
+    finish: Callable[[Tensor], Tensor] = lambda z: z,
+) -> AttackResult:
+    """Gradient ascent of the loss from random starts in the ball; `broken` decides which points count as successes.
+
+    Args:
+        loss: per input, differentiable.
+        broken: where the answer is not the label.
+        x: the inputs.
+        epsilon: radius, one or one per input.
+        steps: per start.
+        step_size: default 2.5·ε/steps.
+        restarts: number of starts.
+        seed: of the starts.
+        every_step: judge every iterate, not only the last one.
+        finish: applied to the last iterate.
+    """
     x = fresh_strides(x)
     radius = checked_radius(x, epsilon)
     if steps < 1 or restarts < 1:
         raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
-    alpha = 2.5 * radius / max(steps, 1) if step_size is None else torch.full_like(radius, step_size)
+    length = 2.5 * radius / steps if step_size is None else torch.full_like(radius, step_size)
     generator = torch.Generator(device=x.device).manual_seed(seed)
-    best, value = x.clone(), torch.full((len(x),), -torch.inf, device=x.device, dtype=torch.float64)
-    found = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    best = x.clone()
+    value = torch.full_like(radius, -torch.inf)
+    success = torch.zeros_like(radius, dtype=torch.bool)
 
+    @torch.no_grad()
     def keep(z: Tensor, score: Tensor, judge: bool) -> None:
-        nonlocal best, value, found
-        hit = _quietly(broken, z) if judge else torch.zeros_like(found)
-        better = ~found & (hit | (score > value))
+        """Keep the point of every input that succeeds first, until then the one of largest loss."""
+        nonlocal best, value, success
+        hit = broken(z) if judge else torch.zeros_like(success)
+        better = ~success & (hit | (score > value))
         best = torch.where(_wide(better, x), z, best)
-        value, found = torch.where(better, score, value), found | hit
+        value = torch.where(better, score, value)
+        success = success | hit
 
     for _ in range(restarts):
-        z = random_start(x, radius, generator)
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
+        z = inside_ball(x, x.double() + _wide(radius, x) * unit(noise), radius)
         for _ in range(steps):
             moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), every_step)
-            z = inside_ball(x, z.double() + _wide(alpha, x) * unit(gradient), radius)
+            z = inside_ball(x, z.double() + _wide(length, x) * unit(gradient), radius)
         z = finish(z)
-        keep(z, _quietly(loss, z).double(), True)
-        if bool(found.all()):
+        with torch.no_grad():
+            score = loss(z).double()
+        keep(z, score, True)
+        if bool(success.all()):
             break
     distance = (best.double() - x.double()).flatten(1).norm(dim=1)
-    return AttackResult(best, found & (distance <= radius), distance)
-
-
-def _quietly(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    with torch.no_grad():
-        return function(z)
+    return AttackResult(best, success & (distance <= radius), distance)
 
 
 def checked_labels(x: Tensor, y: Tensor) -> Tensor:

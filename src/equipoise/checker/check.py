@@ -32,13 +32,13 @@ TINY = 1e-250
 #: covers the few roundings of a short scalar formula
 SLACK = 1 + 2.0**-45
 
-#: what an operation may lose by underflow, and the largest number in it: in float64, in float32
+#: what an operation may lose by underflow, and the largest norm of its terms: in float64, in float32
 UNDERFLOW = np.array([[TINY], [2.0**-90]])
-OVERFLOW = np.array([[1e300], [1e36]])
+OVERFLOW = np.array([[1e290], [1e30]])
 
-MAX_BYTES = 2**32
+MAX_BYTES = 2**31
 MAX_NODES = 10_000
-MAX_ENTRIES = 2**28
+MAX_ENTRIES = 2**26
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 
@@ -366,7 +366,7 @@ def check_radii(network, inputs, claim):
     divisor = integer(claim["divisor"])
     if "deployed" in claim:
         require(claim["deployed"] == "float32", "only float32 can be claimed of a deployed network")
-        exact = all(tensor.dtype.itemsize <= 4 for tensor in network.tensors.values())
+        exact = all(tensor.dtype != np.float64 for tensor in network.tensors.values())
         require(exact, "a network in float32 has weights in float32")
         network.units = np.array([[U], [FLOAT32]])
         sentences = [f"{sentence}, executed in float32" for sentence in sentences]

@@ -100,6 +100,8 @@ class Layer:
 
     def apply(self, x, weight):
         """The layer with this weight, its own or that in absolute values, without bias."""
+        outputs = self.groups * weight.shape[1]
+        require(math.prod(self.positions) * outputs * len(x) <= MAX_ENTRIES, "the outputs of a layer are too large")
         image = self.pad(x, mode="wrap" if self.circular else "constant")
         result = 0.0
         for tap in np.ndindex(*self.kernel):
@@ -149,12 +151,13 @@ def check_convolution(layer, kernel, s):
             s = s * math.sqrt(math.cos(math.pi * degree / coarse)) / SLACK
         grid.append(points)
     aliases = math.prod(layer.stride)
-    require(math.prod(grid) * aliases <= 2**22, "a convolution needs too many frequencies")
+    require(math.prod(grid) * aliases <= 2**22 and aliases <= 2**12, "a convolution needs too many frequencies")
 
     # without a stride, `MM*` may be replaced by the smaller `M*M`
     flat = kernel.reshape(*kernel.shape[:2], -1)
     if aliases == 1 and flat.shape[0] > flat.shape[1]:
         flat = flat.transpose(1, 0, 2)
+    require(len(flat) ** 2 <= MAX_ENTRIES, "a convolution has too many channels")
     total = float(layer.taps.sum())
     error = 2 * gamma(8 * (flat.shape[1] + flat.shape[2]) + aliases + 400) * total * total + TINY
 
@@ -212,16 +215,18 @@ def residual(network, node, x):
     """
     layer = layer_of(network, node, x.shape[2:])
     s = node["upper"]
-    h = number(node["attributes"]["h"])
+    h = number(node["attributes"]["h"], 1e-6, 1e6)
+    require(h * s < 1e9, "the norm of a residual block is too large")
     inner = Step(layer.apply(x, layer.weight), s, layer.fan, layer.scale * norm(x), layer.scale)
     inner = add_bias(network, node, inner)
     hidden = np.maximum(inner.y, 0)
     back = layer.adjoint(hidden)
     require(back.shape == x.shape, "a residual block that changes the shape")
 
-    # rounding of W is carried by h·Wᵀ; that of Wᵀ and of the difference is added
-    size = norm(x) + h * (s * inner.size + layer.scale * norm(hidden) + norm(back))
-    reach = 1 + 3 * h * max(layer.scale, s) ** 2
+    # rounding of Wx + b is below 1 % of its terms, and carried by h·Wᵀ; that of Wᵀ and of the difference is added
+    returned = layer.scale * (norm(hidden) + 0.01 * inner.size) + norm(back)
+    size = norm(x) + (1 + h * s) * inner.size + h * returned
+    reach = 1 + layer.scale + 4 * h * max(layer.scale, s) ** 2
     return Step(x - h * back, max(1.0, h * s * s * SLACK - 1), 2 * layer.fan + 8, size * SLACK, reach * SLACK)
 
 
@@ -235,6 +240,7 @@ def scale(network, node, x):
     """Multiplication or division by a constant."""
     value = broadcast(network.tensor(node, "value"), x)
     if node["attributes"].get("inverse"):
+        require(np.abs(value).min() > 1e-30, "a divisor is too small")
         y = x / value
         factor = 1 / float(np.abs(value).min())
     else:
@@ -259,6 +265,7 @@ def householder(network, node, x):
     t = 2 * np.minimum(v * a + w * b, 0)
     y = np.concatenate([a - t * v, b - t * w], axis=node["attributes"]["axis"])
     square = float((v * v + w * w).max()) * SLACK
+    require(square < 1e6, "the vector of a reflection is too long")
     return Step(y, max(1.0, 2 * square - 1), 8, (1 + 4 * square) * norm(x), 1 + 4 * square)
 
 
@@ -296,10 +303,28 @@ def pool(network, node, x):
     return Step(np.moveaxis(sum(parts) / count, -1, 0), factor, count + 2, factor * norm(x), factor)
 
 
+def clamp(network, node, x):
+    """Entries are limited to an interval, whose ends may be rounded."""
+    low = number(node["attributes"]["low"], -1e100)
+    y = np.clip(x, low, number(node["attributes"]["high"], low))
+    return Step(y, 1.0, 2, norm(y), 1.0)
+
+
+def gather(network, node, x):
+    """Entries are moved, left out or repeated: y[i] = x[index[i]], or 0 where the index is −1."""
+    index = network.tensors[node["weights"]["index"]]
+    require(index.dtype == np.int64 and index.size <= MAX_ENTRIES // len(x), "expected places, as whole numbers")
+    repeated = np.bincount(index.ravel() + 1)[1:].max()
+    flat = np.concatenate([x.reshape(len(x), -1), np.zeros((len(x), 1))], axis=1)
+    return Step(flat[:, index], math.sqrt(repeated) * SLACK)
+
+
 OPERATIONS |= {
     "convolution": convolution,
     "transposed": transposed,
     "residual": residual,
+    "clamp": clamp,
+    "gather": gather,
     "shift": shift,
     "scale": scale,
     "leaky_relu": leaky_relu,
@@ -324,26 +349,8 @@ def maxmin(x, a):
     return np.concatenate([np.maximum(first, second), np.minimum(first, second)], axis=a["axis"])
 
 
-def clamp(x, a):
-    """Entries are limited to an interval."""
-    low = number(a["low"], -1e100)
-    return np.clip(x, low, number(a["high"], low))
-
-
-def pad(x, a):
-    """Zeros around an image, or further channels of zeros."""
-    widths = [integers(pair, 2, 0) for pair in a["widths"]]
-    shape = [n + sum(pair) for n, pair in zip(x.shape[1:], widths)]
-    require(len(x) * math.prod(shape) <= MAX_ENTRIES, "a padded image is too large")
-    return np.pad(x, [(0, 0), *widths])
-
-
 REARRANGEMENTS |= {
-    "pad": pad,
     "abs": absolute,
     "maxmin": maxmin,
-    "clamp": clamp,
     "sort": lambda x, a: np.sort(x, axis=a["axis"]),
-    "flip": lambda x, a: np.flip(x, integers(a["axes"], len(a["axes"]))),
-    "permute": lambda x, a: x.transpose([0, *integers(a["axes"], x.ndim - 1)]),
 }

@@ -97,7 +97,12 @@ def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | No
 
 
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
-    """Weights from a safetensors file into the model, every name accounted for; other formats are refused."""
+    """Weights from a safetensors file into the model, every name accounted for; other formats are refused.
+
+    Args:
+        model: the model, which is filled and returned in evaluation mode.
+        path: the file.
+    """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise Refused(

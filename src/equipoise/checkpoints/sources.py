@@ -43,9 +43,12 @@ class Loaded:
 def load_model(source: str | Path, weights: str | Path | None = None, *, batch: int = 1) -> Loaded:
     """What `source` names; every failure is an `EquipoiseError` with one sentence.
 
-    `batch` is the size at which a dynamic batch dimension of a `.pt2` is fixed; other models take what they take.
-
     A file or a folder cannot choose which code runs; `package.module:factory` is the user's own choice and is imported.
+
+    Args:
+        source: a `.pt2` or `.onnx` file, a checkpoint directory, or `package.module:factory`.
+        weights: a safetensors file for a factory's model.
+        batch: the size at which a dynamic batch dimension of a `.pt2` is fixed; other models take what they take.
     """
     source = str(source)
     if "\0" in source:
@@ -103,9 +106,13 @@ def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
 
 
 def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
-    """`package.module:factory` as the user typed it, called with these arguments; it must return a module.
+    """`package.module:factory` as the user typed it, called; it must return a module.
 
     For names that come from a file use `equipoise.checkpoints.builders.build_registered`.
+
+    Args:
+        spec: the name, which is imported.
+        arguments: of the factory.
     """
     model = target = resolve(spec)
     if callable(target) and not isinstance(target, nn.Module):

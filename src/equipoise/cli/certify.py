@@ -314,8 +314,9 @@ def check(
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.
 
-    The checker (equipoise/checker/check.py) needs Python and NumPy alone and shares no
-    code with the rest of the library; copy it anywhere and run `python check.py DIR`.
+    The checker needs Python and NumPy alone and shares no
+    code with the rest of the library; copy the files of equipoise/checker anywhere and run
+    `python check.py DIR`.
 
     Examples:
 

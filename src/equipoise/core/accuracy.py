@@ -19,6 +19,11 @@ def certified_at(radius: Any, correct: Mask, epsilon: float) -> Mask:
     margin of 0 (then R = 0, and a tie is not a decision) and for logits that are no numbers. Such inputs stay in the
     denominator, so that certified accuracy never exceeds accuracy.
 
+    Args:
+        radius: certified radii.
+        correct: whether each prediction is right.
+        epsilon: the level.
+
     >>> certified_at(np.array([0.5, 0.5, 0.4]), np.array([True, False, True]), 0.5).tolist()
     [True, False, False]
     """
@@ -30,6 +35,10 @@ def certified_at(radius: Any, correct: Mask, epsilon: float) -> Mask:
 def percent(share: float, decimals: int = 2) -> str:
     """A certified share in percent, rounded down: it is never shown larger than it is.
 
+    Args:
+        share: between 0 and 1.
+        decimals: digits after the point.
+
     >>> percent(0.29), percent(2 / 3), percent(0.99999, 1)
     ('29.00', '66.66', '99.9')
     """
@@ -40,17 +49,26 @@ def percent(share: float, decimals: int = 2) -> str:
 def certified_accuracy(radius: ArrayLike, correct: ArrayLike, epsilon: ArrayLike = 0.0) -> Floats:
     """`A(ε) = mean(correct and R ≥ ε)`, see `certified_at`; for an array of ε it is the curve.
 
+    Args:
+        radius: certified radii.
+        correct: whether each prediction is right.
+        epsilon: one level or several.
+
     >>> certified_accuracy([0.3, 0.6, 0.9], [True, True, False], [0.0, 0.5, 0.7]).round(3).tolist()
     [0.667, 0.333, 0.0]
     """
     radius, correct = _pair(radius, correct)
     levels = np.asarray(epsilon, dtype=np.float64)
-    found = [certified_at(radius, correct, float(level)).mean() for level in levels.ravel()]
-    return np.asarray(found).reshape(levels.shape)
+    shares = [certified_at(radius, correct, float(level)).mean() for level in levels.ravel()]
+    return np.asarray(shares).reshape(levels.shape)
 
 
 def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
     """`ACR = mean(R·correct)`, the area under the certified-accuracy curve (Zhai et al. 2020).
+
+    Args:
+        radius: certified radii.
+        correct: whether each prediction is right.
 
     >>> average_certified_radius([0.3, 0.6, 0.9], [True, True, False])
     0.3

@@ -101,6 +101,10 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
     A `Bracket` gives its upper end, a `Bound` must be of kind `upper`; a plain number is the caller's own claim
     and is taken as one. Estimates and lower bounds are refused.
 
+    Args:
+        value: the number.
+        what: its name, for the message.
+
     >>> as_upper(Bracket(0.9, 1.0))
     1.0
     >>> as_upper(Bound(0.9, Kind.ESTIMATE))

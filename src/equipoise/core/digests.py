@@ -24,7 +24,12 @@ class Digest:
         self.sha = hashlib.sha256(kind.encode())
 
     def add(self, name: str, value: Any) -> Digest:
-        """Take in one named value."""
+        """Take in one named value.
+
+        Args:
+            name: of the value.
+            value: the value.
+        """
         if isinstance(value, Tensor):
             kind = "" if value.layout is torch.strided else str(value.layout)
             value = (value.to_dense() if kind else value).detach().cpu().contiguous()
@@ -80,7 +85,13 @@ def sealed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(document: Any, where: str, needed: bool = False) -> Any:
-    """The document without its digest; refused where the two do not fit. One without a digest is believed, unless `needed`."""
+    """The document without its digest; refused where the two do not fit. One without a digest is believed, unless `needed`.
+
+    Args:
+        document: the parsed JSON.
+        where: what it is, for the message.
+        needed: whether a document without a digest is refused.
+    """
     if not isinstance(document, dict) or "digest" not in document:
         if needed:
             raise InputError(

@@ -25,6 +25,11 @@ class Refused(EquipoiseError):
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean …?` where a known word is much like this one, else nothing.
 
+    Args:
+        word: what was typed.
+        known: the words there are.
+        cutoff: how alike they must be, between 0 and 1.
+
     >>> did_you_mean("sed", ["seed", "sigma"]), did_you_mean("x", ["seed"])
     ("; did you mean 'seed'?", '')
     """

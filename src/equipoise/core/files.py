@@ -44,7 +44,12 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
-    """The whole of a regular file, refused where it is longer than `limit` bytes."""
+    """The whole of a regular file, refused where it is longer than `limit` bytes.
+
+    Args:
+        path: the file.
+        limit: most bytes.
+    """
     with open_regular(path) as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -61,12 +66,21 @@ def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
 
 
 def read_json(path: str | Path, limit: int = LARGEST_TEXT) -> Any:
-    """The JSON document in a file, read as `parse_json` does."""
+    """The JSON document in a file, read as `parse_json` does.
+
+    Args:
+        path: the file.
+        limit: most bytes.
+    """
     return parse_json(read_bounded(path, limit), str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
     """A JSON document as the standard has it: no key twice in one object, no NaN or Infinity, no bottomless nesting.
+
+    Args:
+        text: the JSON text.
+        where: what it is, for the message.
 
     >>> parse_json('{"a": 1, "a": 2}', "x.json")
     Traceback (most recent call last):
@@ -74,12 +88,12 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in members:
                 raise ValueError(f"the key {key[:60]!r} is given twice")
-            found[key] = value
-        return found
+            members[key] = value
+        return members
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is not valid JSON")

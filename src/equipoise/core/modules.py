@@ -97,6 +97,10 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
 
     The class that defines `forward` is the class that defines the method, or one of `torch.nn`, and no subclass of it outside
     `equipoise.nn` and no instance attribute replaces anything that it has.
+
+    Args:
+        module: the module.
+        method: name of the method.
     """
     maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
     if maker is None or claimer is None or maker is nn.Module or hooked(module):
@@ -118,6 +122,10 @@ def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]
 
     `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
     are listed here and its tying is switched off.
+
+    Args:
+        model: the model.
+        buffers: whether buffers count.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))

@@ -33,6 +33,10 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def gamma(m: int | float, dtype: torch.dtype) -> float:
     """`γ_m = m·u/(1 − m·u)`, rounded up; refused where `m·u ≥ 1/2`, since nothing can be guaranteed there.
 
+    Args:
+        m: number of roundings.
+        dtype: the arithmetic.
+
     >>> gamma(1000, torch.float32) > 1000 * 2**-24
     True
     """
@@ -69,25 +73,35 @@ def deflate(x: FloatOrTensor) -> FloatOrTensor:
     return x * (1 - _SLACK)
 
 
-def working_dtype(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
-    """The dtype to compute in: what was asked for, never half precision, complex where the input is complex."""
+def working_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torch.dtype:
+    """The dtype to compute in: the wanted one, never half precision, complex where the input is complex.
+
+    Args:
+        dtype: of the input.
+        wanted: the precision that the caller chose, if any.
+    """
     table = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
     if not (dtype.is_floating_point or dtype.is_complex):
         raise InputError(f"expected floating-point weights, got {dtype}; convert them first, e.g. weight.double()")
     base = table.get(dtype, dtype)
     if base not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         base = torch.float32  # float8 and friends: every value is exact in float32
-    if asked is None:
+    if wanted is None:
         return base
-    if asked not in (torch.float32, torch.float64):
-        raise InputError(f"dtype must be torch.float32 or torch.float64, got {asked}")
+    if wanted not in (torch.float32, torch.float64):
+        raise InputError(f"dtype must be torch.float32 or torch.float64, got {wanted}")
     if base.is_complex:
-        return torch.complex64 if asked is torch.float32 else torch.complex128
-    return asked
+        return torch.complex64 if wanted is torch.float32 else torch.complex128
+    return wanted
 
 
 def require_finite(x: Tensor, what: str = "weight") -> Tensor:
-    """Return `x`, or refuse it if it is empty, or holds NaN or infinities (a bound of those is not a number)."""
+    """Return `x`, or refuse it if it is empty, or holds NaN or infinities (a bound of those is not a number).
+
+    Args:
+        x: the tensor.
+        what: its name, for the message.
+    """
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
     if bool(torch.isfinite(x.sum())):  # one fast pass: a sum with NaN or an infinity in it is not finite
@@ -122,33 +136,45 @@ def rescaled(x: Tensor) -> tuple[Tensor, int]:
 def ldexp_up(x: float, e: int) -> float:
     """`x·2^e` or a little more: exact but for numbers below all normal ones, infinite beyond the largest.
 
+    Args:
+        x: a number.
+        e: the exponent.
+
     >>> ldexp_up(1.5, -1074), ldexp_up(3.0, 2000), ldexp_up(3.0, 2)
     (1e-323, inf, 12.0)
     """
     try:
-        found = math.ldexp(x, e)
+        scaled = math.ldexp(x, e)
     except OverflowError:
         return math.inf
-    return found if math.ldexp(found, -e) >= x else math.nextafter(found, math.inf)
+    return scaled if math.ldexp(scaled, -e) >= x else math.nextafter(scaled, math.inf)
 
 
 def ldexp_down(x: float, e: int) -> float:
     """`x·2^e ≥ 0` or a little less: exact but for numbers below all normal ones, the largest float beyond it.
 
+    Args:
+        x: a number.
+        e: the exponent.
+
     >>> ldexp_down(1.5, -1074), ldexp_down(3.0, 2000) < math.inf, ldexp_down(3.0, 2)
     (5e-324, True, 12.0)
     """
     try:
-        found = math.ldexp(x, e)
+        scaled = math.ldexp(x, e)
     except OverflowError:
         return sys.float_info.max
-    return found if math.ldexp(found, -e) <= x else math.nextafter(found, 0.0)
+    return scaled if math.ldexp(scaled, -e) <= x else math.nextafter(scaled, 0.0)
 
 
 def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """Frobenius norm over `dims` as float64, rounded up (real or complex).
 
     The last of `dims` is summed in the arithmetic of x (fast), the others in float64; the error bound covers both.
+
+    Args:
+        x: the tensor.
+        dims: dimensions over which squares are summed.
     """
     if x.is_complex():
         return inflate((frobenius(x.real, dims).square() + frobenius(x.imag, dims).square()).sqrt())
@@ -188,7 +214,7 @@ def safe_root(square: Tensor) -> Tensor:
 def full_precision() -> Iterator[None]:
     """Inside, float32 matrix products really are float32: no TF32, no bfloat16 passes, no autocast, no flushing.
 
-    The settings found are restored on exit. Every function that returns a guarantee runs under it.
+    The previous settings are restored on exit. Every function that returns a guarantee runs under it.
     """
     with contextlib.ExitStack() as stack:
         if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):

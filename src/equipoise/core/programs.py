@@ -25,20 +25,22 @@ def require_stated_shapes(program: ExportedProgram) -> None:
     or hours gets neither. Shapes that depend on the numbers cannot be stated: `torch.export` writes them as symbols, which are
     refused elsewhere.
     """
-    mode, given, known = FakeTensorMode(allow_non_fake_inputs=True), [], lifted(program)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    constants = lifted(program)
+    inputs = []
     for node in (n for n in program.graph_module.graph.nodes if n.op == "placeholder"):
-        value = known.get(node, node.meta.get("val"))
+        value = constants.get(node, node.meta.get("val"))
         if isinstance(value, Tensor):
             if not all(isinstance(n, int) for n in value.shape):
                 return  # refused by name where inputs are looked at
             with mode:
                 value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        given.append(value)
+        inputs.append(value)
     try:
         with mode, torch.no_grad(), unlogged():
             run = _Compared(program.graph_module)
             run.extra_traceback = False  # errors keep their own words
-            run.run(*given, enable_io_processing=False)
+            run.run(*inputs, enable_io_processing=False)
     except EquipoiseError:
         raise
     except Exception as error:  # whatever operations raise that do not fit together
@@ -81,19 +83,19 @@ class _Compared(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value, refused where it is not of the kind that is stated."""
-        found = super().run_node(n)
-        size = sum(t.numel() * t.element_size() for t in flat_tensors(found))
+        value = super().run_node(n)
+        size = sum(t.numel() * t.element_size() for t in flat_tensors(value))
         if size > LARGEST and n.op == "call_function":
             raise Refused(
                 f"node {n.name!r} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a program "
                 "may: bound its parts, or the module it was exported from"
             )
-        if n.op in ("placeholder", "call_function") and _kinds(found) != _kinds(n.meta.get("val")):
+        if n.op in ("placeholder", "call_function") and _kinds(value) != _kinds(n.meta.get("val")):
             raise Refused(
-                f"node {n.name!r} states {_shown(n.meta.get('val'))} and gives {_shown(found)}: the file was changed after it "
+                f"node {n.name!r} states {_shown(n.meta.get('val'))} and gives {_shown(value)}: the file was changed after it "
                 "was written, or by other means than torch.export; export the model again"
             )
-        return found
+        return value
 
 
 def flat_tensors(value: Any) -> list[Tensor]:

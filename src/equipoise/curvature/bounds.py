@@ -226,6 +226,7 @@ def smoothed_loss_bound(curvature: float, gradient: float, sigma: float, *, ever
         flat = math.sqrt(2 / math.pi) * (gradient / sigma) * (1 + 1e-14)
         x = gradient / sigma / curvature / math.sqrt(2)
         value = min(curvature, flat if x < 1e-9 else curvature * math.erf(x) * (1 + 1e-14))
+    everywhere = everywhere is True  # anything else is labeled an estimate
     note = "" if everywhere else "the constants were measured at one point: no bound"
     return Bound(float(inflate(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
 

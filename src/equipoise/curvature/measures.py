@@ -6,16 +6,21 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy.linalg import norm
-from scipy.sparse.linalg import ArpackNoConvergence, eigsh
-from scipy.special import stdtrit
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core.checks import POSITIVE, require_number, require_one_of, require_type
 from equipoise.core.errors import Refused
 from equipoise.curvature.hessian import LossHessian, Vector
 
 #: up to this many parameters the matrix is formed and solved
 SMALL = 40
 Which = Literal["LA", "SA", "LM"]
+
+
+def _plain(result: Any, kind: str) -> dict[str, Any]:
+    """The fields of a result for JSON, without its vector, and what kind of number it is."""
+    fields = {key: value for key, value in vars(result).items() if key != "vector"}
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()} | {"kind": kind}
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,10 @@ class Eigenvalue:
     which: str = "LA"
     vector: Vector = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Contains an eigenvalue."""
-        return self.value - self.residual, self.value + self.residual
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("vector", "which")}
         kind = "upper bound of the smallest" if self.which == "SA" else "lower bound of the largest"
-        return {**plain, "kind": kind}
+        return _plain(self, kind)
 
 
 def top_eigenvalue(
@@ -67,6 +66,7 @@ def top_eigenvalue(
     (9.0, True)
     """
     require_one_of(get_args(Which), which=which)
+    require_type(hessian, LinearOperator, "hessian")
     before = hessian.products
     if hessian.size <= SMALL:
         H = hessian @ np.eye(hessian.size)
@@ -107,21 +107,9 @@ class TraceEstimate:
     products: int
     samples: int = 0
 
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Student's interval `value ± t·standard_error` with `samples − 1` degrees of freedom.
-
-        The samples are taken for normal: it covers less than asked where few large eigenvalues rule them.
-
-        >>> tuple(round(end, 2) for end in TraceEstimate(1.0, 0.1, 30, 10).interval())
-        (0.77, 1.23)
-        """
-        require_number(confidence, "confidence", least=0, most=1)
-        reach = float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
-        return self.value - reach, self.value + reach
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `interval` is that of 95 %."""
-        return {**vars(self), "interval": list(self.interval()), "kind": "estimate"}
+        """Plain values for JSON."""
+        return _plain(self, "estimate")
 
 
 def trace(hessian: LossHessian, *, products: int = 60, seed: int = 0) -> TraceEstimate:
@@ -143,6 +131,7 @@ def trace(hessian: LossHessian, *, products: int = 60, seed: int = 0) -> TraceEs
     Reference: Meyer et al. 2021 (Hutch++).
     """
     require_number(products, "products", least=6, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     n, before = hessian.size, hessian.products
     if n <= products:
         return TraceEstimate(float(np.trace(hessian @ np.eye(n))), 0.0, hessian.products - before)
@@ -181,8 +170,7 @@ class SpectralDensity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {"nodes": self.nodes.tolist(), "weights": self.weights.tolist()}
-        return {**vars(self), **plain, "kind": "estimate"}
+        return _plain(self, "estimate")
 
 
 def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4, seed: int = 0) -> SpectralDensity:
@@ -204,6 +192,7 @@ def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4,
     """
     require_number(steps, "steps", least=1, whole=True)
     require_number(vectors, "vectors", least=1, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     rng, before = np.random.default_rng(seed), hessian.products
     nodes, weights = [], []
     for _ in range(vectors):
@@ -253,7 +242,7 @@ class Sharpness:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**vars(self), "kind": "lower"}
+        return _plain(self, "lower")
 
 
 def sharpness(
@@ -281,6 +270,7 @@ def sharpness(
     require_number(radius, "radius", least=POSITIVE)
     require_number(steps, "steps", least=1, whole=True)
     require_number(restarts, "restarts", least=1, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     rng = np.random.default_rng(seed)
     base = hessian.value()
     best = base

@@ -428,17 +428,17 @@ def pair_of(item: Any, columns: Names | None, where: str) -> tuple[Any, Any]:
     return x, y
 
 
-def find_columns(names: Sequence[str], asked: Names | None, where: str) -> tuple[str, str | None]:
-    """The columns of inputs and labels: those asked for, else those with the usual names; None if there are no labels.
+def find_columns(names: Sequence[str], columns: Names | None, where: str) -> tuple[str, str | None]:
+    """The columns of inputs and labels: the given ones, else those with the usual names; None if there are no labels.
 
     Args:
         names: the columns that there are.
-        asked: the names of the two; an empty second name: no labels.
+        columns: the names of the two; an empty second name: no labels.
         where: what messages call the data.
     """
-    usual = (IMAGES, LABELS) if asked is None else tuple((name,) for name in asked)
+    usual = (IMAGES, LABELS) if columns is None else tuple((name,) for name in columns)
     image, label = (next((name for name in some if name in names), None) for some in usual)
-    missing = asked is not None and asked[1] != "" and label is None
+    missing = columns is not None and columns[1] != "" and label is None
     if image is None or missing or len(set(names)) < len(names):
         raise InputError(f"{where} has the columns {', '.join(names)[:200]}: name two of them, columns=(image, label)")
     return image, label

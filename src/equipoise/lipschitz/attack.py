@@ -5,33 +5,32 @@ differentiation returns a slope that the function may have nowhere, so a Jacobia
 values at both inputs, evaluated in float64 with a bound of their rounding, which is subtracted.
 """
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.core.errors import one_line
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.capture import Program, flat_outputs, run_program
+from equipoise.lipschitz.capture import Program, run_program
 
-Function = Callable[[Tensor], Any]
+#: outputs of a batch, one row per sample
+Function = Callable[[Tensor], Tensor]
 #: values of a batch, one row per sample, and a bound of their rounding, entry by entry
 Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
 
 #: distances of the pairs along the direction that stretches most, as shares of the radius
 _SHARES = (1.0, 1e-2, 1e-4)
 
 
 def lower_ends(
-    model: nn.Module, program: Program, evaluate: Evaluate, x: Tensor, radius: float, steps: int, seed: int
+    program: Program, evaluate: Evaluate, x: Tensor, radius: float, steps: int, seed: int
 ) -> tuple[Tensor, str]:
     """Proved lower ends on the balls around every sample, and a note where the search failed.
 
     Args:
-        model: searched by gradients, as a copy in float64.
-        program: searched where the model cannot be differentiated.
+        program: of the network; gradients of it say where to look.
         evaluate: values of the real function with bounds of their rounding.
         x: the centres.
         radius: of the balls, in ℓ2.
@@ -39,23 +38,21 @@ def lower_ends(
         seed: of the starting points.
     """
     x = x.detach().double()
-    why, random = "", False
-    for make in (lambda: copy.deepcopy(model).double().requires_grad_(False), lambda: _of_program(program)):
-        try:
-            pairs = search_pairs(make(), x, radius, steps, seed)
-            break
-        except Exception as error:  # noqa: BLE001 - the model's own code may raise anything; the upper end holds without
-            why = f"no gradient ({type(error).__name__}: {one_line(error)})"
-    else:
-        random, pairs = True, _random_pairs(x, radius, steps, seed)
+    f = as_function(program)
+    note = ""
+    try:
+        pairs = search_pairs(f, x, radius, steps, seed)
+    except Exception as error:  # noqa: BLE001 - an operation may lack a gradient in any way; the upper end holds without
+        note = f"the lower end is from random pairs: no gradient ({type(error).__name__}: {one_line(error)})"
+        pairs = _random_pairs(x, radius, steps, seed)
 
     best = torch.zeros(len(x), dtype=torch.float64)
     with torch.no_grad():
         for a, b in pairs:
             best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
         if bool((best > 0).all()):
-            return best, f"the lower end is from random pairs: {why}" if random else ""
-        reached = max(float(stretch(_of_program(program), a, b).max()) for a, b in pairs)
+            return best, note
+        reached = max(float(stretch(f, a, b).max()) for a, b in pairs)
     if reached == 0:
         return best, ""
     return best, (
@@ -76,30 +73,38 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
     """
     slack = 1 + 1e-9  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
     gap = _length(a - b) * slack
-    counts = (
-        (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius) & (gap > 1e-140)
-    )  # squares may vanish
+    inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
+    counts = inside & (gap > 1e-140)  # squares may vanish
     (fa, ea), (fb, eb) = evaluate(a), evaluate(b)
     rounding = _length(ea + eb) * slack + 2.0**-52 * (_length(fa) + _length(fb)) + 1e-140
     ratio = (_length(fa - fb) / slack - inflate(rounding)) / gap
     return torch.where(counts & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
 
 
-def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs that stretch much: along the direction of the largest singular value, and climbed from there by gradients."""
+def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> list[Pair]:
+    """Pairs that stretch much: along the direction of the largest singular value, and climbed from there by gradients.
+
+    Args:
+        f: the network.
+        x: the centres.
+        radius: of the balls.
+        steps: of gradient ascent.
+        seed: of the starting points.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
         return torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
     direction = _top_direction(f, x, noise(), steps)
-    pairs = [
-        (x + share * radius * direction * (1 - 1e-6), x - share * radius * direction * (1 - 1e-6)) for share in _SHARES
-    ]
+    pairs = []
+    for share in _SHARES:
+        reach = share * radius * direction * (1 - 1e-6)
+        pairs.append((x + reach, x - reach))
 
     a = project(0.5 * radius * direction, radius)
     b = -a + project(0.1 * radius * unit(noise()), radius)
-    best, kept = torch.zeros(len(x), dtype=torch.float64), (a, b)
+    best, kept_a, kept_b = torch.zeros(len(x), dtype=torch.float64), a, b
     for step in range(steps + 1):
         a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
         with torch.enable_grad():
@@ -107,37 +112,35 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
             grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
         better = _per_sample(ratio.detach() > best, x)
         best = torch.maximum(best, ratio.detach().nan_to_num(nan=0.0, posinf=0.0))
-        kept = (torch.where(better, a.detach(), kept[0]), torch.where(better, b.detach(), kept[1]))
+        kept_a = torch.where(better, a.detach(), kept_a)
+        kept_b = torch.where(better, b.detach(), kept_b)
         size = radius * 0.2 * (1 - step / (steps + 1))
-        a, b = (project(d.detach() + size * unit(g), radius) for d, g in ((a, grad_a), (b, grad_b)))
-    return [(x + kept[0], x + kept[1]), *pairs]
+        a = project(a.detach() + size * unit(grad_a), radius)
+        b = project(b.detach() + size * unit(grad_b), radius)
+    return [(x + kept_a, x + kept_b), *pairs]
 
 
-def _random_pairs(x: Tensor, radius: float, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def _random_pairs(x: Tensor, radius: float, steps: int, seed: int) -> list[Pair]:
     """Opposite points of the ball: needs no gradient."""
     generator = torch.Generator().manual_seed(seed)
-    pairs = []
-    for _ in range(steps):
-        a = project(radius * unit(torch.randn(x.shape, generator=generator, dtype=torch.float64)), radius)
-        pairs.append((x + a, x - a))
-    return pairs
+    noise = torch.randn(steps, *x.shape, generator=generator, dtype=torch.float64)
+    offsets = [project(radius * unit(n), radius) for n in noise]
+    return [(x + a, x - a) for a in offsets]
 
 
-def _of_program(program: Program) -> Function:
-    """The captured program in float64, sample by sample, as the real function it stands for."""
+def as_function(program: Program) -> Function:
+    """The captured program in float64 on a batch, as the real function it stands for."""
 
     def one(sample: Tensor) -> Tensor:
         return torch.cat([t.double().flatten() for t in run_program(program, [sample[None]], exact=True)])
 
-    return lambda x: torch.stack([one(sample) for sample in x])
+    def batch(x: Tensor) -> Tensor:
+        try:
+            return torch.func.vmap(one)(x)
+        except RuntimeError:  # an operation that cannot be mapped over a batch
+            return torch.stack([one(sample) for sample in x])
 
-
-def _rows(f: Function, x: Tensor) -> Tensor:
-    """The outputs of every sample as one row; sample by sample where they have no batch dimension."""
-    parts = flat_outputs(f(x.clone()))
-    if all(t.dim() > 0 and len(t) == len(x) for t in parts):
-        return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
-    return torch.stack([torch.cat([t.flatten() for t in flat_outputs(f(one[None].clone()))]) for one in x])
+    return batch
 
 
 def _length(v: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ def project(d: Tensor, radius: float) -> Tensor:
 
 def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
     """`‖f(a) − f(b)‖/‖a − b‖` per sample, as evaluated; 0 for pairs too close to tell. Not a proof: see `proved_stretch`."""
-    fa, fb = _rows(f, a), _rows(f, b)
+    fa, fb = f(a), f(b)
     gap = _length(a - b)
     noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * fa.shape[1] ** 0.5
     size = (torch.linalg.vector_norm(fa - fb, dim=1) - noise).clamp_min(0)
@@ -173,11 +176,11 @@ def _top_direction(f: Function, x: Tensor, v: Tensor, steps: int) -> Tensor:
     """Power iteration on JᵀJ at every sample: a direction to look along, also where the Jacobian at x is no derivative."""
     leaf = x.clone().requires_grad_()
     with torch.enable_grad():
-        out = _rows(f, leaf)
+        out = f(leaf)
         u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         for _ in range(steps):
             (g,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
             v = torch.where(_per_sample(_length(g) > 0, x), g, v)
             with torch.no_grad():
-                u = _rows(f, x + 1e-6 * unit(v)) - _rows(f, x - 1e-6 * unit(v))
+                u = f(x + 1e-6 * unit(v)) - f(x - 1e-6 * unit(v))
     return unit(v)

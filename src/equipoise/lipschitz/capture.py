@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
-from equipoise.lipschitz.decompose import Decomposed, decompose, is_fresh, is_mutable
+from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, in_float64, where
 
@@ -66,15 +66,14 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any, *, batch_dim
 
     Guarantee: the program's nodes are all operations between input and output, in order. The rules bound the map of the
     whole tensors, with a batch of one. On three points, with and without gradients, the program must give what the model
-    itself gives: a check, not a proof, that the forward is the same function whether it is traced or called. The model's
-    buffers and the random numbers are left as they were.
+    itself gives: a check, not a proof, that the forward is the same function whether it is traced or called.
     """
     if isinstance(model, ExportedProgram):
         require_stated_shapes(model)
         return analyse(model)
     require_module(model)
     examples = as_examples(example_input)
-    with _undisturbed(model):
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left as they were
         choice = choose_example(model, examples, batch_dim)
         program = _captured(model, choice.examples)
         single = None if choice.single is None else _captured(model, choice.single)
@@ -86,20 +85,20 @@ def require_module(model: Any) -> None:
     """Refuse what is no module, or cannot be captured as one: scripted, quantised, or in training mode."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
+    matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
     for path, module in model.named_modules():
         name = f"module {path or 'the model'} ({type(module).__name__})"
         if isinstance(module, torch.jit.ScriptModule):
             raise Refused(
                 "TorchScript has no graph that torch.export can read: bound the module it was made from, or its ONNX file"
             )
-        if "quantized" in type(module).__module__:
+        origin = type(module).__module__
+        if "quantized" in origin:
             raise Refused(
                 f"{name} computes in integers, which round: no Lipschitz constant exists; bound the network that was "
                 "quantised"
             )
-        own = type(module).__module__.split(".")[:2] == ["torch", "nn"]
-        matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
-        if module.training and (isinstance(module, matters) or not own):
+        if module.training and (isinstance(module, matters) or not origin.startswith("torch.nn.")):
             raise Refused(
                 f"{name} is in training mode, in which the map depends on the batch or on chance; call model.eval() first"
             )
@@ -211,15 +210,15 @@ def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None =
     if not all(-x.dim() <= batch_dim < x.dim() for x in examples):
         raise InputError(f"batch_dim is {batch_dim}, but the inputs have shapes {[tuple(x.shape) for x in examples]}")
     count = examples[0].shape[batch_dim]
-    batch = _samples(examples, batch_dim)
-    single = tuple(x.narrow(batch_dim, 0, 1).clone() for x in examples)
+    single = _sample(examples, batch_dim, 0)
     alone = _outputs(model, single)
     several = count > 1 and _outputs(model, examples) is not None
     if alone is None:  # with a batch of one the capture says why
         whole = f"the bound is for the example as a whole, a batch of {count}"
         return Choice(examples, f"the model does not run on one sample of the example: {whole}" if several else "")
-    together = _outputs(model, batch)
+    batch = _samples(examples, batch_dim)
     size = batch[0].shape[batch_dim]
+    together = _outputs(model, batch)
     dims = None if together is None else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
     if dims is None or None in dims:
         what = "the model does not run on several samples" if dims is None else "an output has no batch dimension"
@@ -228,6 +227,11 @@ def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None =
             return Choice(examples, f"{what}: {both}", single=single)
         return Choice(single, f"{what}: the bound is for a batch of one")
     return Choice(single, doubt=_MIXED if _samples_mix(model, batch, batch_dim, dims) else "")
+
+
+def _sample(examples: Examples, dim: int, index: int) -> Examples:
+    """One sample, as a batch of one."""
+    return tuple(x.narrow(dim, index, 1).clone() for x in examples)
 
 
 _MIXED = (
@@ -247,12 +251,9 @@ def _samples(examples: Examples, dim: int) -> Examples:
     if size * sum(x.numel() for x in examples) > _ENTRIES * count:
         size = max(_FEWEST, min(count, _MOST))
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for x in examples:
-        shape = list(x.shape)
-        shape[dim] = size
-        found.append(torch.randn(shape, generator=generator, dtype=x.dtype).to(x.device))
-    return tuple(found)
+    shapes = [[size if d == dim % x.dim() else n for d, n in enumerate(x.shape)] for x in examples]
+    noise = [torch.randn(shape, generator=generator, dtype=x.dtype) for shape, x in zip(shapes, examples, strict=True)]
+    return tuple(n.to(x.device) for n, x in zip(noise, examples, strict=True))
 
 
 def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
@@ -279,25 +280,25 @@ def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int 
 
     Both ends, so that samples that read only those before them, or only those after them, are seen.
     """
-    size, together = batch[0].shape[dim], _outputs(model, batch)
+    size = batch[0].shape[dim]
     for i in (0, size - 1):
+        sample = _sample(batch, dim, i)
         poisoned = tuple(torch.full_like(x, torch.nan) for x in batch)
-        for x, bad in zip(batch, poisoned, strict=True):
-            bad.narrow(dim, i, 1).copy_(x.narrow(dim, i, 1))
-        alone = _outputs(model, tuple(x.narrow(dim, i, 1) for x in batch))
-        if alone is None or together is None:
-            return False
-        for outputs in (together, _outputs(model, poisoned)):
-            for a, b in zip(alone, alone if outputs is None else _parts(outputs, dims, i, size), strict=True):
-                far = (a - b).abs() > tolerance * (1 + float(a.abs().nan_to_num().max() if a.numel() else 0))
-                if bool((far | (b.isnan() & ~a.isnan())).any()):
+        for x, one in zip(poisoned, sample, strict=True):
+            x.narrow(dim, i, 1).copy_(one)
+        alone = _outputs(model, sample)
+        for others in (batch, poisoned):
+            together = _outputs(model, others)
+            if together is None and others is poisoned:
+                continue  # the model refuses NaN
+            if alone is None or together is None:
+                return False
+            for a, t, d in zip(alone, together, dims, strict=True):
+                b = t.chunk(size, d or 0)[i]
+                atol = tolerance * (1 + (float(a.abs().nan_to_num().max()) if a.numel() else 0))
+                if not torch.allclose(a, b, rtol=0, atol=atol, equal_nan=True):
                     return False
     return True
-
-
-def _parts(outputs: Sequence[Tensor], dims: Sequence[int | None], i: int, size: int) -> list[Tensor]:
-    """What belongs to sample i of `size` in every output."""
-    return [t.chunk(size, d or 0)[i] for t, d in zip(outputs, dims, strict=True)]
 
 
 def _double(model: nn.Module) -> nn.Module | None:
@@ -335,26 +336,6 @@ def _captured(model: nn.Module, examples: Examples) -> Program:
     return replace(program, regions=find_regions(model, program.inputs, program.nodes, program.outputs, counts))
 
 
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards what they were before."""
-    held = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
-    values = {id(b): b.detach().clone() for _, buffers in held for b in buffers.values() if b is not None}
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for module, buffers in held:
-                    module._buffers.clear()
-                    module._buffers.update(buffers)
-                    for buffer in buffers.values():
-                        if buffer is None or not (buffer.is_inference() or buffer._version):
-                            continue  # not written to
-                        if not torch.equal(buffer, values[id(buffer)]):
-                            buffer.copy_(values[id(buffer)])
-
-
 #: largest difference between the program and the model, relative to the largest entry, that rounding may explain
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 _DIFFERS = (
@@ -388,7 +369,7 @@ def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: 
     theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
     with torch.no_grad():
         ours = run_program(program, point, exact=exact)
-    return len(ours) == len(theirs) and all(_agree(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
 
 
 def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
@@ -413,42 +394,30 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two outputs differ by no more than rounding, relative to the largest entry."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    known, rounding = a.isfinite() & b.isfinite(), _ROUNDING.get(a.dtype, 1e-2)
-    if not bool((known | (a == b) | (a.isnan() & b.isnan())).all()):
-        return False
-    a, b = a[known].double(), b[known].double()
-    if a.numel() == 0:
-        return True
-    return float((a - b).abs().max()) <= rounding * float(torch.maximum(a.abs().max(), b.abs().max()))
+    finite = torch.cat([a[a.isfinite()], b[b.isfinite()]]).abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=_ROUNDING.get(a.dtype, 1e-2) * largest, equal_nan=True)
 
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
-    """Without the exporter's logs of every failed guard: a refusal says it once; and with cuDNN's old TF32 switch readable.
-
-    The exporter reads that switch, which raises after `full_precision` has set the new ones; tracing has no need of either.
-    """
+    """Without the exporter's warnings and logs of every failed guard: a refusal says it once."""
     cudnn: Any = torch.backends.cudnn
-    both: list[Any] = [getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)]
-    owners = [owner for owner in both if hasattr(owner, "fp32_precision")]
-    before = [owner.fp32_precision for owner in owners]
-    try:
-        for value in ("tf32", "ieee"):
-            with contextlib.suppress(RuntimeError):
-                _ = cudnn.allow_tf32
-                break
-            for owner in owners:
-                owner.fp32_precision = value
+    with contextlib.ExitStack() as stack:
+        try:
+            _ = cudnn.allow_tf32
+        except RuntimeError:  # precision was set by the new switches, and the exporter reads the old one
+            for owner in (cudnn.conv, cudnn.rnn):
+                stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
+            cudnn.allow_tf32 = True
         with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
             warnings.simplefilter("ignore")
             yield
-        if printed.getvalue():  # by the network itself, since nothing was raised
-            sys.stderr.write(printed.getvalue())
-    finally:
-        for owner, value in zip(owners, before, strict=True):
-            owner.fp32_precision = value
+    if printed.getvalue():  # by the network itself, since nothing was raised
+        sys.stderr.write(printed.getvalue())
 
 
 def export(model: nn.Module, examples: Examples) -> ExportedProgram:
@@ -482,7 +451,7 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
     """The program without operations that write into their arguments."""
-    if not is_mutable(program.graph_module.graph, but=is_fresh):  # those are replaced in `decompose`
+    if not is_mutable(program.graph_module.graph):
         return program
     try:
         with torch.no_grad(), _exporting():

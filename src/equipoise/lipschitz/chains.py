@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
@@ -51,25 +50,18 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
     >>> chain_bound(W) <= product
     True
     """
-    require_type(weights, (list, tuple), "weights")
-    weights, each = checked_chain(weights, slopes)
+    hidden = len(weights) - 1
+    if hidden < 0 or any(w.dim() != 2 for w in weights):
+        raise InputError("a chain needs at least one matrix (out, in)")
+    one_for_all = len(slopes) == 2 and not isinstance(slopes[0], tuple)
+    each: list[Any] = [slopes] * hidden if one_for_all else list(slopes)
+    if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
+        raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
     layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():
         product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
         closed = _closed_form(layers, each)
     return exp_up(product if closed is None else min(product, closed))
-
-
-def checked_chain(weights: Sequence[Tensor], slopes: Slopes) -> tuple[list[Tensor], list[tuple[float, float]]]:
-    """The matrices, detached, and one interval of slopes per hidden layer; refused where they do not fit together."""
-    hidden = len(weights) - 1
-    if hidden < 0 or any(w.dim() != 2 for w in weights):
-        raise InputError("a chain needs at least one matrix (out, in)")
-    one = len(slopes) == 2 and not isinstance(slopes[0], tuple)
-    each: list[Any] = [slopes] * hidden if one else list(slopes)
-    if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
-        raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
-    return [w.detach() for w in weights], [(float(low), float(high)) for low, high in each]
 
 
 def _norm(layer: Matrix) -> float:
@@ -92,10 +84,10 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
             return -math.inf
         total = log_product(total, log_up(a))
         Y = _next(A, a, alpha, beta)
-        found = None if Y is None else verified_inverse(Y)
-        if found is None:
+        next_inverse = None if Y is None else verified_inverse(Y)
+        if next_inverse is None:
             return None
-        inverse = found
+        inverse = next_inverse
     A = _spread(layers[-1], *inverse)
     if A is None:
         return None
@@ -142,10 +134,10 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     N = eye - (q * t) * B
     shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
     N = N - math.copysign(1.0, q) * shift * eye  # towards the larger B
-    found = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
-    if found is None:
+    inverse = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
+    if inverse is None:
         return None
-    X, e = found
+    X, e = inverse
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
     lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))) + 16 * _U * t * math.sqrt(n)

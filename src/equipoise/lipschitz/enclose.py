@@ -9,7 +9,7 @@ columns are dropped before the norm of the next layer is taken, and rows of neur
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import exactly, first_of, perform
+from equipoise.lipschitz.tangent import activated, carried, local_rounding, roundoff, supported, value
+from equipoise.lipschitz.values import exactly, first_of
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
@@ -69,21 +69,24 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
     if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
-    log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
-    log = min(log, short, run.facts[node].fused)
+
+    def combine(logs: Iterable[float]) -> float:
+        terms = [log_product(log_up(gain), size) for (_, gain), size in zip(sources, logs, strict=True)]
+        return log_root(terms) if step.combine == "root" else log_sum(terms)
+
+    log = min(combine(b.log for b, _ in sources), short, run.facts[node].fused)
     if not isinstance(step.linear, Diagonal):
         log = min(log, _pruned(node, run, boxes, call.cache))
     image = _image(call, step, sources, boxes)
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
     mid, half, rounding = image
-    if rounding is not None:
-        rounding = rounding + _TINY
-    noise = float(frobenius(rounding.reshape(1, -1))) if rounding is not None else 0.0
+    rounding = torch.where(rounding > 0, rounding + _TINY, 0.0)
+    noise = float(frobenius(rounding.reshape(1, -1)))
     # in logarithms, since the product of two small numbers may vanish
-    dev = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.dev)) for b, g in sources])) + noise)
-    rho = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.rho)) for b, g in sources])) + noise)
-    half = half if rounding is None else inflate(half + rounding)
+    dev = inflate(exp_up(combine(log_up(b.dev) for b, _ in sources)) + noise)
+    rho = inflate(exp_up(combine(log_up(b.rho) for b, _ in sources)) + noise)
+    half = inflate(half + rounding)
     dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     if step.curve is not None:
@@ -92,101 +95,42 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     return Box(mid, half, dev, rho, log)
 
 
-def _combine(step: Step, logs: list[float]) -> float:
-    return log_root(logs) if step.combine == "root" else log_sum(logs)
-
-
-Image = tuple[Tensor, Tensor, Tensor | None]
+#: centre, half-widths and entrywise rounding of the centre
+Image = tuple[Tensor, Tensor, Tensor]
 
 
 def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict[fx.Node, Box]) -> Image | None:
-    """Centre, half-widths and entrywise rounding of the centre; None where the operation has no entrywise rule."""
-    if not sources or any(b.mid is None for b, _ in sources):
+    """The image of the boxes of the operands; None where the operation has no entrywise rule."""
+    read = [n for n in (*call.node.all_input_nodes, *(s.node for s, _ in step.gains)) if n in boxes]
+    if not sources or any(boxes[n].mid is None for n in read):
         return None
+    mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in read}
     box, gain = sources[0]
-    before, _ = box.entries
+    before, width = box.entries
+    if isinstance(step.map, op.Normalised):
+        mid = first_of(exactly(call.node, mids, call.lookup))
+        noise = gain * gamma(8 * before.shape[-1] + 64, torch.float64) * float(frobenius(before.reshape(1, -1)))
+        return mid, torch.full_like(mid, inflate(gain * box.dev)), inflate(noise) + 2.0**-40 * (mid.abs() + 1)
+    if not isinstance(step.map, Pointwise | op.Largest | op.Sorted) and not supported(call, step):
+        return None
+
+    mid = value(call, step, mids)
+    halves: dict[fx.Node, Any] = {s.node: boxes[s.node].half for s, _ in step.gains}
+    half = inflate(carried(call, step, halves) * (1 + 4 * roundoff(step)))
+    rounding = local_rounding(call, step, {n: m.abs() for n, m in mids.items()}, mid, None)
     match step.map:
-        case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Scaled() | op.Sum():
-            return _moved(call, step, boxes) if supported(call, step) else None
-        case op.Weighted():
-            return _weighted(step.map, box)
-        case op.Average():
-            run = _runner(call, boxes)
-            rounding = gamma(before.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
-            return run(lambda b: b.mid), inflate(run(lambda b: b.half) * (1 + 1e-10)), inflate(rounding)
-        case op.Largest(sliding=True):
-            run = _runner(call, boxes)
-            return run(lambda b: b.mid), run(lambda b: b.half), None
-        case op.Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
-            mid = _runner(call, boxes)(lambda b: b.mid)
-            return mid, torch.full_like(mid, box.dev), None
-        case Pointwise():
-            return _bent(call, step.map, box, gain)
-        case op.Normalised():
-            mid = _runner(call, boxes)(lambda b: b.mid)
-            noise = inflate(
-                gain * gamma(8 * before.shape[-1] + 64, torch.float64) * float(frobenius(before.reshape(1, -1)))
-            )
-            return mid, torch.full_like(mid, inflate(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
-        case _:
-            return None
-
-
-def _moved(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image:
-    """Affine operations with few terms, by their own coefficients: entries moved, scaled, shifted and added."""
-    nodes = [s.node for s, _ in step.gains]
-    mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in nodes}
-    halves: dict[fx.Node, Any] = {n: boxes[n].half for n in nodes}
-    mid, half = apply(call, step, mids, offset=True), apply(call, step, halves, magnitude=True)
-    if roundoff(step) == 0:
-        return mid, half, None
-    size = apply(call, step, {n: m.abs() for n, m in mids.items()}, offset=True, magnitude=True)
-    return mid, inflate(half * (1 + 1e-14)), 16 * _U * size
-
-
-def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
-    """φ(x) as a real function; by the network's own operation where only that knows it."""
-    if curve.function is not None:
-        return curve.function(x)
-    found: Tensor = perform(call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs)
-    return found
-
-
-def _bent(call: Call, curve: Pointwise, box: Box, gain: float) -> Image:
-    before, width = box.entries
-    mid = activated(call, curve, before)
-    half = inflate(width * gain)
-    if curve.slopes[0] >= 0:
-        outward = width + 4 * _U * (before.abs() + width)  # covers the rounding of `before ± width`
-        high, low = (activated(call, curve, before + sign * outward) for sign in (1, -1))
-        half = torch.minimum(inflate(torch.maximum(high - mid, mid - low)), half)
-    return mid, half, None if curve.exact else 2.0**-44 * (mid.abs() + before.abs())
-
-
-def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], Any]], Tensor]:
-    """Run the node's own operation in float64 on something read off the boxes of its inputs."""
-
-    def run(pick: Callable[[Any], Any]) -> Tensor:
-        picked = {n: pick(boxes[n]) for n in call.node.all_input_nodes if n in boxes}
-        return first_of(exactly(call.node, picked, call.lookup))
-
-    return run
-
-
-def _weighted(layer: op.Weighted, box: Box) -> Image:
-    """`|W|·half` and, where rows are known, `‖row‖·dev`."""
-    before, width = box.entries
-    W, b = layer.weight.double(), None if layer.bias is None else layer.bias.detach().double()
-    g = gamma(max(W[0].numel(), W[:, 0].numel()) + 8, torch.float64)
-    mid = layer.run(before, W, b)
-    rounding = inflate(g * layer.run(before.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
-    half = layer.run(width, W.abs(), None) * (1 + 2 * g)
-    if layer.rows is not None:
-        rows = inflate(frobenius(W.flatten(1), (-1,)) * box.dev)
-        shape = [1] * mid.dim()
-        shape[layer.rows] = -1
-        half = torch.minimum(half, rows.reshape(shape).expand_as(half))
-    return mid, inflate(half), rounding
+        case op.Weighted(rows=rows) if rows is not None:
+            # the length of a row times the ℓ2 deviation, sharper for large fan-in
+            lengths = inflate(frobenius(step.map.weight.double().flatten(1), (-1,)) * box.dev)
+            shape = [1] * mid.dim()
+            shape[rows] = -1
+            half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
+        case Pointwise(slopes=(low, _)) if low >= 0:
+            outward = width + 4 * _U * (before.abs() + width)  # covers the rounding of `before ± width`
+            above = activated(call, step.map, before + outward) - mid
+            below = mid - activated(call, step.map, before - outward)
+            half = torch.minimum(inflate(torch.maximum(above, below)), half)
+    return mid, half, rounding
 
 
 def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
@@ -223,33 +167,35 @@ def _pruned(
 
 
 def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """Upper bound of the norm of a linear form restricted to moving inputs and outputs (masks of the batch-of-one tensors)."""
-    if isinstance(form, Matrix):
-        W = form.matrix
-        if columns is not None and columns.numel() == W.shape[1]:
-            W = W[:, columns.flatten()]
-        if rows is not None and rows.numel() == W.shape[0]:
-            W = W[rows.flatten()]
-        if W.numel() == 0:
-            return 0.0
-        same = W.shape == form.matrix.shape
-        return float(bracket(form if same else Matrix(W.contiguous(), form.error), cache).upper)
-    if isinstance(form, Convolution):
-        return _masked_conv(form, columns, rows, cache)
-    if isinstance(form, Diagonal):
+    """Upper bound of the norm of a linear form restricted to moving inputs and outputs.
+
+    A convolution loses the channels that do not move anywhere.
+
+    Args:
+        form: the operator.
+        columns: which entries of its input move (a batch of one); None: all.
+        rows: which entries of its output move.
+        cache: of operator norms.
+    """
+    if isinstance(form, Diagonal) or (isinstance(form, Convolution) and form.groups != 1):
         return float(bracket(form, cache).upper)
-    return math.inf
-
-
-def _masked_conv(form: Convolution, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """A convolution loses the channels that do not move anywhere."""
-    weight = form.weight
-    if form.groups == 1:
-        if columns is not None and columns.dim() > 1 and columns.shape[1] == weight.shape[1]:
-            weight = weight[:, columns.transpose(0, 1).flatten(1).any(1)]
-        if rows is not None and rows.dim() > 1 and rows.shape[1] == weight.shape[0]:
-            weight = weight[rows.transpose(0, 1).flatten(1).any(1)]
+    if not isinstance(form, Matrix | Convolution):
+        return math.inf
+    weight = form.matrix if isinstance(form, Matrix) else form.weight
+    for dim, mask in ((1, columns), (0, rows)):
+        if mask is None:
+            continue
+        moving = mask.flatten()
+        if isinstance(form, Convolution):
+            moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
+        if len(moving) == weight.shape[dim]:
+            weight = weight.index_select(dim, moving.nonzero().flatten())
     if weight.numel() == 0:
         return 0.0
-    same = weight.shape == form.weight.shape
-    return float(bracket(form if same else form.with_weight(weight.contiguous()), cache).upper)
+    if isinstance(form, Matrix):
+        smaller: Linear = Matrix(weight.contiguous(), form.error)
+        same = weight.shape == form.matrix.shape
+    else:
+        smaller = form.with_weight(weight.contiguous())
+        same = weight.shape == form.weight.shape
+    return float(bracket(form if same else smaller, cache).upper)

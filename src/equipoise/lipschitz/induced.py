@@ -17,7 +17,7 @@ from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import replay, where
-from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
+from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
 
@@ -100,38 +100,30 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
     In ℓ1 every copy of an entry counts, in ℓ∞ none does; sorting and maxima contract in both.
     """
     signal, gain = step.gains[which]
-    copies = 1.0 if order == "linf" else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
-    found: float | None = None
+    absolute = order == "linf"
+    copies = 1.0 if absolute else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
     match step.map:
         case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Sorted():
-            found = 1.0 if order == "linf" else float(round(gain * gain))
+            return 1.0 if absolute else float(round(gain * gain))
         case op.Sum(weights=weights):
-            found = inflate(abs(weights[which]) * copies)
+            return inflate(abs(weights[which]) * copies)
         case op.Scaled(factor=factor):
-            found = inflate(inflate(float(factor.abs().max())) * copies)
-        case op.Largest(windows=windows, sliding=sliding):
-            found = 1.0 if order == "linf" else float(windows) if sliding else copies
+            return inflate(inflate(float(factor.abs().max())) * copies)
+        case op.Largest(windows=windows, sliding=True):
+            return 1.0 if absolute else float(windows)
+        case op.Largest():
+            return copies
         case Pointwise():
-            found = gain
+            return gain
         case op.Average():
-            found = _positive(node, signal.shape, order)
-        case op.Weighted(form=form):
-            found = None if form is None else _linear(form, order)
-        case _:
-            pass
-    if found is None:
-        raise _unknown(node, step, order)
-    return found
+            return _positive(node, signal.shape, order)
+        case op.Weighted(form=form) if form is not None and not getattr(form, "error", 0.0):
+            return float(map_norm(form, order).upper)
+    raise _unknown(node, step, order)
 
 
 def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:
     return Refused(f"{where(node)}: no rule for «{step.label}» in {order}; use lipschitz_bound, which is for ℓ2")
-
-
-def _linear(form: Linear, order: Order) -> float | None:
-    if isinstance(form, Matrix | Convolution | Adjoint) and form.error:
-        return None
-    return float(map_norm(form, order).upper)
 
 
 def _positive(node: fx.Node, shape: tuple[int, ...], order: Order) -> float:

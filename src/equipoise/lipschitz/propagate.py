@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate
+from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
@@ -50,9 +51,9 @@ class Propagation:
 
     def call(self, node: fx.Node, cache: Cache) -> Call:
         """A node with its arguments: signals where they depend on the input, constants elsewhere."""
-        return Call(node, self._known, cache)
+        return Call(node, self._lookup, cache)
 
-    def _known(self, node: fx.Node) -> Any:
+    def _lookup(self, node: fx.Node) -> Any:
         return self.facts[node].signal if node in self.facts else self.program.constants[node]
 
 
@@ -63,13 +64,11 @@ def propagate(
     cache = Cache(rtol) if cache is None else cache
     facts: dict[fx.Node, Facts] = {}
     steps: dict[fx.Node, Step] = {}
+    run = Propagation(program, facts, steps, math.inf, math.inf)
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
         facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0)
-
-    def lookup(node: fx.Node) -> Any:
-        return facts[node].signal if node in facts else program.constants[node]
 
     regions: dict[fx.Node, tuple[Region, ...]] = {}
     for region in program.regions:
@@ -77,44 +76,44 @@ def propagate(
     inside = {n for region in program.regions if math.isfinite(region.bound) for n in region.members}
     with torch.no_grad(), full_precision():
         for node in program.nodes:
-            call = Call(node, lookup, cache)
+            call = run.call(node, cache)
             try:
                 refuse_nonfinite(call)
                 step = find_rule(node)(call)
                 _check(node, step)
-                known = _advance(call, step, facts)
+                node_facts = _advance(call, step, facts)
             except Refused:
                 if node not in inside:
                     raise
                 step = Step((), "inside a block", map=Opaque(inside=True))
-                known = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
+                node_facts = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
-            for found in (_residual(call, step, steps, facts), _centering(call, step)):
-                if found is not None:
-                    regions[node] = (*regions.get(node, ()), found)
-            facts[node] = _shortened(known, regions.get(node, ()), facts)
+            patterns = (_residual(call, step, steps, facts), _centering(call, step))
+            ending = (*regions.get(node, ()), *(region for region in patterns if region is not None))
+            if ending:
+                regions[node] = ending
+            facts[node] = _shortened(node_facts, ending, facts)
     if program.doubt:
         raise Refused(program.doubt)
     product = log_root(facts[o].product for o in program.outputs)
     fused = log_root(facts[o].fused for o in program.outputs)
-    return Propagation(program, facts, steps, product, min(product, fused), regions)
+    return replace(run, product=product, fused=min(product, fused), regions=regions)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    value = node.meta["val"]
-    found: torch.dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
-    return found
+    dtype: torch.dtype = flat_tensors(node.meta["val"])[0].dtype
+    return dtype
 
 
-def _shortened(known: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
+def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
     """The smaller of what the operations give and what the regions that end here give."""
-    product, fused = known.product, known.fused
+    product, fused = plain.product, plain.fused
     for region in regions:
         before = facts[region.source]
         if region.whole:
             product = min(product, log_product(log_up(region.bound), before.product))
         fused = min(fused, log_product(log_up(region.bound), before.fused))
-    return replace(known, product=product, fused=min(product, fused))
+    return replace(plain, product=product, fused=min(product, fused))
 
 
 def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
@@ -138,6 +137,10 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
 
 
 _aten = torch.ops.aten
+#: affine operations that are composed with what comes before them
+_AFFINE = (
+    _aten.batch_norm.default, _aten.dropout.default, _aten.clone.default,
+)  # fmt: skip
 _MEANS = {_aten.mean.dim, _aten.mean.default}
 #: views that keep the order of the entries
 _ORDERED = {
@@ -156,8 +159,8 @@ def _centering(call: Call, step: Step) -> Region | None:
         source = source.args[0]
     if source.target not in _MEANS or source.args[0] is not x.node:
         return None
-    given = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-    dims = range(len(x.shape)) if not given else [d % len(x.shape) for d in given]
+    named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+    dims = range(len(x.shape)) if not named else [d % len(x.shape) for d in named]
     kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     if (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
         return None
@@ -195,7 +198,7 @@ def _pending(node: fx.Node, step: Step) -> bool:
     if isinstance(step.linear, Padding):
         return True
     users = list(node.users)
-    return len(users) == 1 and users[0].target in (_aten.batch_norm.default, _aten.dropout.default)
+    return len(users) == 1 and users[0].target in _AFFINE
 
 
 def combined(step: Step, logs: dict[fx.Node, float]) -> float:
@@ -232,15 +235,15 @@ def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None,
     if len(step.gains) != 1:
         return None, None
     source = step.gains[0][0].node
-    known = facts[source]
+    before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
-        return known.form, known.base
+        return before.form, before.base
     if step.linear is None:
         return None, None
-    if known.form is not None:
-        composed = compose(known.form, step.linear)
+    if before.form is not None:
+        composed = compose(before.form, step.linear)
         if composed is not None:
-            return composed, known.base
+            return composed, before.base
     return step.linear, source
 
 
@@ -267,7 +270,9 @@ def _sized(call: Call, step: Step) -> Signal:
     tensors = list(value) if isinstance(value, tuple | list) else [value]
     value, shape = tensors[0], shape_of(call.node)
     if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
+        raise Refused(
+            f"{where(call.node)}: a cast to the narrow or integer type {value.dtype} rounds; keep float32 or float64"
+        )
     pieces = isinstance(step.map, Pieces)
     parts = [shape]
     if pieces:
@@ -300,13 +305,13 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
     if not isinstance(step.map, Copy) or not step.map.traced or len(call.node.all_input_nodes) != 1:
         return None
     source = step.gains[0][0]
-    known = source.part
-    if known is None:
+    part = source.part
+    if part is None:
         places = _places(source.shape) if math.prod(call.shape) < source.numel else None
         if places is None:
             return None
-        known = (source.node, places)
-    return known[0], known[1] if step.map.same else replay(call.node, known[1])
+        part = (source.node, places)
+    return part[0], part[1] if step.map.same else replay(call.node, part[1])
 
 
 def _places(shape: Sequence[int]) -> Tensor | None:

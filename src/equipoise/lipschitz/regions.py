@@ -18,6 +18,7 @@ method and the map:
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,22 +101,15 @@ def find_regions(
         for key, entry in (node.meta.get("nn_module_stack") or {}).items():
             members.setdefault(str(key), []).append(node)
             paths[str(key)] = str(entry[0]).split("@")[0]
-    calls: dict[int, int] = {}
-    blocks: dict[str, nn.Module] = {}
-    for key, path in paths.items():
-        module = _submodule(model, path)
-        if module is not None and callable(getattr(module, "lipschitz_upper", None)):
-            blocks[key] = module
-            calls[id(module)] = calls.get(id(module), 0) + 1
-    known: dict[tuple[int, tuple[int, ...]], Bound | None] = {}
-    found = []
-    for key, module in blocks.items():
-        if counts.get(id(module)) != calls[id(module)] or not is_trusted(module):
-            continue  # a call that left no nodes, or two that were recorded as one
-        region = _region(module, paths[key], members[key], moving, outputs, known)
-        if region is not None:
-            found.append(region)
-    return tuple(found)
+    called = {key: _submodule(model, path) for key, path in paths.items()}
+    calls = Counter(map(id, called.values()))
+    regions = [
+        _region(module, paths[key], members[key], moving, outputs)
+        for key, module in called.items()
+        # where the numbers differ a call left no nodes, or two were recorded as one
+        if module is not None and counts.get(id(module)) == calls[id(module)] and is_trusted(module)
+    ]
+    return tuple(region for region in regions if region is not None)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -126,12 +120,7 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _region(
-    module: nn.Module,
-    path: str,
-    members: list[fx.Node],
-    moving: set[fx.Node],
-    outputs: Sequence[fx.Node],
-    known: dict[tuple[int, tuple[int, ...]], Bound | None],
+    module: nn.Module, path: str, members: list[fx.Node], moving: set[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region | None:
     inside = set(members)
     entering = {i for n in members for i in n.all_input_nodes if i not in inside and i in moving}
@@ -142,18 +131,13 @@ def _region(
     x, y = source.meta.get("val"), output.meta.get("val")
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or {x.dtype, y.dtype} - set(_FLOATS) or x.dim() < 2:
         return None
-    shape = tuple(x.shape)
-    key = (id(module), shape)
-    if key not in known:
-        known[key] = declared_bound(module, path, x)
-    bound = known[key]
+    bound = declared_bound(module, path, x)
     if bound is None:
         return None
-    value = as_upper(bound)
-    name = path or type(module).__name__
-    method = "declared" if is_foreign(module) else bound.method or "own bound"
+    declared = is_foreign(module)
+    method = "declared" if declared else bound.method or "own bound"
     kind = type(module).__name__
-    return Region(source, output, value, name, kind, method, frozenset(inside), declared=is_foreign(module))
+    return Region(source, output, as_upper(bound), path or kind, kind, method, frozenset(inside), declared=declared)
 
 
 def is_foreign(module: nn.Module) -> bool:
@@ -173,7 +157,9 @@ def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
         Refused: if an attack on the block exceeds it.
     """
     name = f"module {path or 'the model'} ({type(module).__name__})"
-    method: Any = module.lipschitz_upper
+    method: Any = getattr(module, "lipschitz_upper", None)
+    if method is None:  # a constant by construction only
+        return None
     try:
         with torch.no_grad():
             bound = method(tuple(value.shape[1:]))

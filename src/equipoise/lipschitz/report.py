@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import format_down, format_up
-from equipoise.core.precision import gamma, inflate, row_lengths
+from equipoise.core.precision import inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
@@ -30,17 +30,8 @@ class Row:
     upper: float
     method: str
     weight: float
-    share: float
+    share: float = 0.0
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of the network, its share of the log-bound, and the product bound if it and those before it were capped at 1."""
-
-    name: str
-    share: float
-    log_capped: float
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,6 @@ class Report:
     notes: tuple[str, ...] = ()
     log_chain: float | None = None
     pairs: Tensor | None = field(default=None, repr=False, compare=False)
-    blocks: tuple[Block, ...] = ()
 
     @property
     def upper(self) -> float:
@@ -110,23 +100,13 @@ class Report:
             f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
             + ("" if self.log_chain is None else f"; chain: {show_log(self.log_chain)}"),
         ]
-        first = self.fix_first()
-        if first:
-            shares = [f", {r.share:.0%} of the log-bound" if self._has_shares else "" for r in first]
-            lines.append(
-                "fix first: " + ", ".join(f"{r.name} ({r.kind}{s})" for r, s in zip(first, shares, strict=True))
-            )
-        return lines + self._advice() + [f"note: {note}" for note in self.notes]
-
-    def _advice(self) -> list[str]:
-        """The blocks to shrink first; only where doing so is known to lower the bound."""
-        for count, block in enumerate(self.blocks, 1):
-            if block.log_capped < self.log_upper - 1e-3:
-                named = ", ".join(f"{b.name} ({b.share:.0%} of the log-bound)" for b in self.blocks[:count])
-                return [
-                    f"with the layers of {named} scaled to norm 1 the bound is at most {show_log(block.log_capped)}"
-                ]
-        return []
+        parts = [
+            f"{r.name} ({r.kind}{f', {r.share:.0%} of the log-bound' if self._has_shares else ''})"
+            for r in self.fix_first()
+        ]
+        if parts:
+            lines.append("fix first: " + ", ".join(parts))
+        return lines + [f"note: {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
@@ -135,7 +115,6 @@ class Report:
             **{name: _finite(getattr(self, name)) for name in totals},
             "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
             "notes": list(self.notes),
-            "blocks": [{k: _finite(v) for k, v in asdict(b).items()} for b in self.blocks],
             "layers": [{k: _finite(v) for k, v in asdict(r).items()} for r in self.layers],
         }  # fmt: skip
 
@@ -158,8 +137,8 @@ def _finite(value: Any) -> Any:
 
 
 def _cells(row: Row, shares: bool) -> tuple[str, ...]:
-    known = not math.isnan(row.lower)
-    inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if known else ""
+    bracketed = not math.isnan(row.lower)
+    inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if bracketed else ""
     share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"
     return row.name, row.kind, row.shape, inside, format_up(row.upper, 5), share, row.method or row.note
 
@@ -207,25 +186,6 @@ def pair_constants(run: Propagation) -> Tensor | None:
     if weight.shape[0] != shape[1]:  # a batch of several samples in one matrix
         return None
     trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))
-    apart = _distances(weight)
+    apart = torch.stack([row_lengths(weight - row) for row in weight])
     rounding = 2.0**-52 * row_lengths(weight).max()
     return inflate((apart + rounding + 2 * facts.form.error) * trunk)
-
-
-def _distances(weight: Tensor) -> Tensor:
-    """`‖w_i − w_j‖`, rounded up: from the Gram matrix, and by differences where that would cancel.
-
-    Computed inner products of length m are off by γ_m·‖w_i‖·‖w_j‖ at most, so `‖w_i‖² + ‖w_j‖² − 2⟨w_i, w_j⟩` by
-    2γ·(‖w_i‖² + ‖w_j‖²): at most 16γ of itself where it exceeds an eighth of that sum.
-    """
-    gram = weight @ weight.mT
-    size = gram.diagonal()
-    both = size[:, None] + size[None]
-    squared = both - 2 * gram
-    safe = (squared > both / 8) & (both > 1e-200) & (both < 1e200)
-    error = 16 * gamma(weight.shape[1] + 8, torch.float64)
-    apart = inflate((squared.clamp_min(0) * (1 + 2 * error)).sqrt())
-    for i in (~safe).any(1).nonzero().flatten().tolist():
-        rest = ~safe[i]
-        apart[i, rest] = row_lengths(weight[rest] - weight[i])
-    return apart.fill_diagonal_(0.0)

@@ -24,26 +24,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, inflate, unit_roundoff
+from equipoise.core.precision import full_precision
 from equipoise.lipschitz.capture import as_batch, capture
-from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
+from equipoise.lipschitz.operations import Largest, Scaled, Sorted, Sum
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import exactly, first_of, where
+from equipoise.lipschitz.tangent import carried, local_rounding, supported, value
+from equipoise.lipschitz.values import where
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
-#: units in the last place that an elementary function may be off, relative to argument and result
-_ULPS = 32
 #: samples evaluated together
 _CHUNK = 16
-#: PyTorch's softplus is x beyond βx = 20: less than this, divided by β, from what it stands for
-_JUMP = 2.2e-9
 
 
 @dataclass(frozen=True)
@@ -74,38 +69,28 @@ def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, 
         rtol: relative gap asked of every operator norm.
 
     >>> net = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3))
-    >>> found = forward_error(net.eval(), torch.randn(4, 100))
-    >>> bool((found.deployed < 1e-3).all() and (found.error < 1e-11).all() and (found.deployed > 1e-8).all())
+    >>> result = forward_error(net.eval(), torch.randn(4, 100))
+    >>> bool((result.deployed < 1e-3).all() and (result.error < 1e-11).all() and (result.deployed > 1e-8).all())
     True
 
     Reference: Higham (2002), Accuracy and Stability of Numerical Algorithms, §3.3.
     """
     x = as_batch(x)
+    program = capture(model, x[:1])
     with torch.no_grad(), full_precision():
         cache = Cache(rtol)
-        return Rounding.of(propagate(capture(model, x[:1]), None, rtol, cache), cache)(x, radius)
+        return Rounding.of(propagate(program, None, rtol, cache), cache)(x, radius)
 
 
-@dataclass(frozen=True)
-class _LinearRun:
-    """Neighbouring linear operations from `source` to `output`, whose composition has norm at most `bound`."""
-
-    source: fx.Node
-    output: fx.Node
-    bound: float
-
-
-Block = Region | _LinearRun
-
-
-def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> _LinearRun | None:
+def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> Region | None:
     """The linear run that ends in this node, if it is more than the node itself: its norm is below the product of norms."""
     facts = run.facts[node]
     if not isinstance(facts.form, Matrix | Convolution) or facts.base is None or facts.base in node.all_input_nodes:
         return None
     if any(user in run.facts and run.facts[user].base is facts.base for user in node.users):
         return None  # it goes on
-    return _LinearRun(facts.base, node, float(bracket(facts.form, cache).upper))
+    bound = float(bracket(facts.form, cache).upper)
+    return Region(facts.base, node, bound, node.name, "linear run", "fused", whole=False)
 
 
 @dataclass(frozen=True)
@@ -127,8 +112,8 @@ class Rounding:
     run: Propagation
     calls: dict[fx.Node, Call] = field(repr=False)
     reach: dict[fx.Node, float] = field(repr=False)
-    blocks: dict[fx.Node, list[Block]] = field(repr=False)
-    inner: dict[Block, tuple[fx.Node, ...]] = field(repr=False)
+    blocks: dict[fx.Node, list[Region]] = field(repr=False)
+    inner: dict[Region, tuple[fx.Node, ...]] = field(repr=False)
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -139,19 +124,19 @@ class Rounding:
             raise Refused("rounding is bounded for networks with one input and one output")
         calls = {node: run.call(node, cache) for node in program.nodes}
         for node, call in calls.items():
-            if not _known(call, run.steps[node]):
+            if not _is_bounded(call, run.steps[node]):
                 raise Refused(
                     f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
                 )
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
-        blocks: dict[fx.Node, list[Block]] = {node: [*regions] for node, regions in run.regions.items()}
+        blocks: dict[fx.Node, list[Region]] = {node: [*regions] for node, regions in run.regions.items()}
         for node in program.nodes:
             linear = _linear_run(run, node, cache)
             if linear is not None:
                 blocks.setdefault(node, []).append(linear)
-        inner: dict[Block, tuple[fx.Node, ...]] = {}
+        inner: dict[Region, tuple[fx.Node, ...]] = {}
         for block in itertools.chain.from_iterable(blocks.values()):
             between = _between(block, set(program.nodes), program.inputs)
             if between is not None:
@@ -203,15 +188,15 @@ class Rounding:
         values = {start: x[None]}
         slips = {start: _Slip(torch.zeros_like(x[None]), torch.zeros_like(r))}
         local: dict[fx.Node, Tensor] = {}
-        fresh: dict[Block, _Slip] = {}
+        fresh: dict[Region, _Slip] = {}
         for node in self.run.program.nodes:
             call, step = self.calls[node], self.run.steps[node]
             # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
             sizes = {
                 s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r) for s, _ in step.gains
             }
-            values[node] = _value(call, step, values)
-            local[node] = _local(call, step, sizes, values[node], dtype)
+            values[node] = value(call, step, values)
+            local[node] = local_rounding(call, step, sizes, values[node], dtype)
             slips[node] = self._advance(node, slips, local, fresh)
             for region in self.blocks.get(node, ()):
                 if region in self.inner:
@@ -221,22 +206,22 @@ class Rounding:
         return values[out], slips[out].entry
 
     def _advance(
-        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Block, _Slip]
+        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
-        entry = _carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
+        entry = carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
         parts = [gain * slips[s.node].norm for s, gain in step.gains]
         norm = torch.stack(parts).square().sum().sqrt() if step.combine == "root" else sum(parts, torch.zeros(()))
         norm = _grown(norm + _length(local[node]))
-        found = _Slip(_grown(entry), norm)
-        found = found.least(found.entry, _length(found.entry))
+        slip = _Slip(_grown(entry), norm)
+        slip = slip.least(slip.entry, _length(slip.entry))
         for region in self.blocks.get(node, ()):
             if region in fresh and region.source in slips:
-                found = _through(region, slips, fresh, found)
-        return found
+                slip = _through(region, slips, fresh, slip)
+        return slip
 
     def _fresh(
-        self, region: Block, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Block, _Slip]
+        self, region: Region, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
     ) -> _Slip:
         """What a block adds of its own, given inputs that are off by nothing."""
         zero = slips[region.source]
@@ -246,29 +231,30 @@ class Rounding:
         return own[region.output]
 
 
-def _through(region: Block, slips: dict[fx.Node, _Slip], fresh: dict[Block, _Slip], found: _Slip) -> _Slip:
+def _through(region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], slip: _Slip) -> _Slip:
     """The error that enters a block leaves it at most `bound` times as large; what the block adds comes on top."""
-    given, own = slips[region.source].norm * region.bound, fresh[region]
-    return found.least(_grown(own.entry + given), _grown(own.norm + given))
+    entering = slips[region.source].norm * region.bound
+    own = fresh[region]
+    return slip.least(_grown(own.entry + entering), _grown(own.norm + entering))
 
 
-def _between(region: Block, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
+def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
     """The nodes from the source to the output of a region; None where another way leads in."""
-    found: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     left = [region.output]
     while left:
         node = left.pop()
-        if node is region.source or node in found:
+        if node is region.source or node in between:
             continue
         if node in inputs:
             return None
         if node in nodes:  # else it is constant
-            found.add(node)
+            between.add(node)
             left += node.all_input_nodes
-    return found
+    return between
 
 
-def _known(call: Call, step: Step) -> bool:
+def _is_bounded(call: Call, step: Step) -> bool:
     match step.map:
         case Pointwise(function=function, everywhere=everywhere):  # rounding may leave the domain of the slopes
             return function is not None and everywhere and len(step.gains) == 1
@@ -280,62 +266,6 @@ def _known(call: Call, step: Step) -> bool:
             return shift is None or size is not None
         case _:
             return bool(step.gains) and supported(call, step)
-
-
-def _value(call: Call, step: Step, values: dict[fx.Node, Tensor]) -> Tensor:
-    match step.map:
-        case Pointwise():
-            return activated(call, step.map, values[step.gains[0][0].node])
-        case Largest() | Sorted():
-            return first_of(exactly(call.node, values, call.lookup))
-        case _:
-            return apply(call, step, values, offset=True)
-
-
-def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
-    """What the operation makes of errors in its operands, entry by entry."""
-    match step.map:
-        case Pointwise():
-            return inflate(next(iter(slips.values())) * step.map.gain)
-        case Largest(sliding=True):
-            return first_of(exactly(call.node, slips, call.lookup))
-        case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
-            worst = [s.expand(call.shape) for s in slips.values()]
-            return torch.stack(worst).amax(0)
-        case Largest() | Sorted():
-            worst = [s.amax() for s in slips.values()]
-            return torch.stack(worst).amax().expand(call.shape)
-        case _:
-            return apply(call, step, slips, magnitude=True)
-
-
-def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, asked: torch.dtype | None) -> Tensor:
-    """What the operation rounds itself, given the magnitudes of its operands; infinite where the dtype may overflow."""
-    dtype = asked or torch.float64
-    u, kind = unit_roundoff(dtype), torch.finfo(dtype)
-    match step.map:
-        case Pointwise(hinge=hinge, exact=exact, gain=gain):
-            size = next(iter(sizes.values()))
-            top = value.abs() + gain * size
-            off = (0.0 if hinge is not None else 2 * u) if exact else _ULPS * u
-            rounding = off * (top + size) + (0.0 if off == 0 else kind.tiny) + (0.0 if asked is None else _jump(call))
-        case Largest() | Sorted():
-            return torch.zeros_like(value)
-        case Copy() if step.gains[0][0].dtype != call.node.meta["val"].dtype:
-            top = value.abs() + next(iter(sizes.values())).amax()
-            rounding = 2 * u * top + kind.tiny
-        case _:
-            g = roundoff(step, dtype)
-            if g == 0:
-                return torch.zeros_like(value)
-            top = apply(call, step, sizes, offset=True, magnitude=True)
-            rounding = g * top + 4 * kind.tiny * max(1, *(s.numel for s, _ in step.gains))
-    return torch.where(top < kind.max / 4, inflate(rounding) * (1 + 1e-9), math.inf)
-
-
-def _jump(call: Call) -> float:
-    """PyTorch's own softplus leaves the function it stands for; every other operation rounds it."""
-    return _JUMP / float(call["beta"]) if call.node.target is torch.ops.aten.softplus.default else 0.0
 
 
 def _grown(x: Tensor) -> Tensor:

@@ -1,19 +1,35 @@
-"""The affine operations of a captured graph as maps of float64 tensors: with or without offsets, or in absolute values.
+"""Operations of a captured graph in float64: their values, what they make of errors in their operands, what they round.
 
-`apply` runs one node on given inputs. Without offsets it is the linear part, to be mapped over a batch of directions;
+`apply` runs an affine node on given inputs. Without offsets it is the linear part, to be mapped over a batch of directions;
 with `magnitude` all coefficients are replaced by their absolute values, which bounds what rounding can do.
+`value`, `carried` and `local_rounding` are the three terms of a running error analysis (Higham 2002, §3), of affine
+operations, activations, maxima and sorting; enclosures of balls and bounds of rounding are both made of them.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import gamma
-from equipoise.lipschitz.operations import Average, Copy, Join, Padded, Piece, Pieces, Scaled, Sum, Weighted
+from equipoise.core.precision import gamma, inflate, unit_roundoff
+from equipoise.lipschitz.operations import (
+    Average,
+    Copy,
+    Join,
+    Largest,
+    Padded,
+    Piece,
+    Pieces,
+    Scaled,
+    Sorted,
+    Sum,
+    Weighted,
+)
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.values import first_of, replay
+from equipoise.lipschitz.values import exactly, first_of, perform, replay
+from equipoise.maps.pointwise import Pointwise
 
 Values = Mapping[fx.Node, Tensor]
 
@@ -58,9 +74,9 @@ def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magni
                 terms.append(shift.abs() if magnitude else shift)
             return _expanded(functools.reduce(torch.add, terms), call)
         case Join(parts=parts, run=run):
-            given = iter([values[s.node] for s, _ in step.gains])
+            operands = iter([values[s.node] for s, _ in step.gains])
             fixed = [None if c is None else c.abs() if magnitude else c for c in parts]
-            return run([next(given) if c is None else c * float(offset) for c in fixed])
+            return run([next(operands) if c is None else c * float(offset) for c in fixed])
         case _:
             raise AssertionError(f"{call.node.name} is not affine")
 
@@ -80,3 +96,96 @@ def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
             return gamma(step.gains[0][0].numel + 16, dtype)
         case _:
             return gamma(16, dtype)
+
+
+#: units in the last place that an elementary function may be off, relative to argument and result
+_ULPS = 32
+#: PyTorch's softplus is x beyond βx = 20: less than this, divided by β, from what it stands for
+_JUMP = 2.2e-9
+
+
+def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
+    """φ(x) as a real function; by the network's own operation where only that knows it.
+
+    Args:
+        call: the activation.
+        curve: φ.
+        x: its argument.
+    """
+    if curve.function is not None:
+        return curve.function(x)
+    result: Tensor = perform(call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs)
+    return result
+
+
+def value(call: Call, step: Step, values: Values) -> Tensor:
+    """The node in float64.
+
+    Args:
+        call: the node.
+        step: what its rule says.
+        values: of its operands and of the nodes that `step` names.
+    """
+    match step.map:
+        case Pointwise():
+            return activated(call, step.map, values[step.gains[0][0].node])
+        case Largest() | Sorted():
+            return first_of(exactly(call.node, values, call.lookup))
+        case _:
+            return apply(call, step, values, offset=True)
+
+
+def carried(call: Call, step: Step, errors: Values) -> Tensor:
+    """What the operation makes of errors in its operands, entry by entry.
+
+    Args:
+        call: the node.
+        step: what its rule says.
+        errors: bounds of the errors of the nodes that `step` names.
+    """
+    match step.map:
+        case Pointwise():
+            return inflate(next(iter(errors.values())) * step.map.gain)
+        case Largest(sliding=True):
+            return first_of(exactly(call.node, errors, call.lookup))
+        case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
+            return torch.stack([e.expand(call.shape) for e in errors.values()]).amax(0)
+        case Largest() | Sorted():
+            return torch.stack([e.amax() for e in errors.values()]).amax().expand(call.shape)
+        case _:
+            return apply(call, step, errors, magnitude=True)
+
+
+def local_rounding(call: Call, step: Step, sizes: Values, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What the operation rounds itself; infinite where the dtype may overflow.
+
+    Args:
+        call: the node.
+        step: what its rule says.
+        sizes: bounds of the magnitudes of the nodes that `step` names.
+        value: of the node.
+        dtype: of the pass; None: the float64 pass of `value`, whose activations are the real functions up to rounding.
+    """
+    deployed = dtype is not None
+    dtype = dtype or torch.float64
+    u, kind = unit_roundoff(dtype), torch.finfo(dtype)
+    match step.map:
+        case Pointwise(function=function, hinge=hinge, exact=exact, gain=gain):
+            size = next(iter(sizes.values()))
+            top = value.abs() + gain * size
+            limits = 2 * u if deployed and hinge is None else 0.0  # constants are rounded to the dtype
+            ulps = _ULPS if function is not None else 16 * _ULPS  # an operation that only the network knows
+            off = limits if exact else ulps * u
+            rounding = off * (top + size) + (kind.tiny if off else 0.0)
+            if deployed and call.node.target is torch.ops.aten.softplus.default:
+                rounding = rounding + _JUMP / float(call["beta"])
+        case Copy() if deployed and step.gains[0][0].dtype != call.node.meta["val"].dtype:
+            top = value.abs() + next(iter(sizes.values())).amax()
+            rounding = 2 * u * top + kind.tiny
+        case _:
+            g = 0.0 if isinstance(step.map, Largest | Sorted) else roundoff(step, dtype)
+            if g == 0:
+                return torch.zeros_like(value)
+            top = apply(call, step, sizes, offset=True, magnitude=True)
+            rounding = g * top + 4 * kind.tiny * max(1, *(s.numel for s, _ in step.gains))
+    return torch.where(top < kind.max / 4, inflate(rounding) * (1 + 1e-9), math.inf)

@@ -55,10 +55,13 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
 
 
-#: operations that are not, in value or gradient, the function promised
-EXACT: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.aten.softplus.default: softplus,
-    torch.ops.aten.detach.default: torch.ops.aten.alias.default,
+_aten = torch.ops.aten
+#: operations that are not, in value or gradient, the function promised, or that need strides which other values may not have
+EXACT: dict[Any, Callable[..., Any]] = {
+    _aten.softplus.default: softplus,
+    _aten.detach.default: _aten.alias.default,
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
 }
 
 
@@ -98,11 +101,11 @@ def replay(node: fx.Node, x: Tensor) -> Any:
     return perform(node, args, fx.node.map_arg(node.kwargs, lambda _: x), exact=True)
 
 
-def exactly(node: fx.Node, given: Mapping[fx.Node, Any], known: Callable[[fx.Node], Any]) -> Any:
-    """An operation in float64 on the values given of its operands, and on constants that are `known`."""
+def exactly(node: fx.Node, values: Mapping[fx.Node, Any], constant: Callable[[fx.Node], Any]) -> Any:
+    """An operation in float64 on the values of its operands, and on constants."""
 
     def value(operand: fx.Node) -> Any:
-        return given[operand] if operand in given else in_float64(known(operand))
+        return values[operand] if operand in values else in_float64(constant(operand))
 
     args: Any = fx.node.map_arg(node.args, value)
     return perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
@@ -110,32 +113,26 @@ def exactly(node: fx.Node, given: Mapping[fx.Node, Any], known: Callable[[fx.Nod
 
 def first_of(result: Any) -> Tensor:
     """The values of an operation that returns indices too."""
-    found: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return found
+    first: Tensor = result[0] if isinstance(result, tuple | list) else result
+    return first
 
 
 def evaluate(
-    nodes: Sequence[fx.Node], known: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
+    nodes: Sequence[fx.Node], constant: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
 ) -> dict[fx.Node, Any]:
-    """Run the nodes in order; what nothing reads any more is dropped, what an output of the graph reads is kept.
+    """Run the nodes in order.
 
     Args:
         nodes: operations in the order of the graph.
-        known: gives the value of a constant.
+        constant: gives the value of a constant.
         values: of the inputs; filled with the results.
         exact: as in `perform`.
     """
-    left = {n: len(n.users) for n in (*values, *nodes)}
 
     def value(node: fx.Node) -> Any:
-        return values[node] if node in values else known(node)
+        return values[node] if node in values else constant(node)
 
     for node in nodes:
         args: Any = fx.node.map_arg(node.args, value)
         values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=exact)
-        for source in set(node.all_input_nodes):
-            if source in left:
-                left[source] -= 1
-                if left[source] == 0:
-                    values.pop(source, None)
     return values

@@ -23,7 +23,12 @@ _TINY = 1e-290  # covers underflow
 
 
 def compose(first: Linear, then: Linear) -> Linear | None:
-    """`then ∘ first` as one map, or None where it has none."""
+    """`then ∘ first` as one map, or None where it has none.
+
+    Args:
+        first: the map that is applied first.
+        then: the map that is applied to its outputs.
+    """
     match first, then:
         case Padding(), Convolution():
             return _padded(first, then)
@@ -32,11 +37,11 @@ def compose(first: Linear, then: Linear) -> Linear | None:
         case Diagonal(), Adjoint(
             conv=Convolution() as conv
         ):  # scaling before a transposed convolution: rows of its convolution
-            found = _scaled(conv, first, rows=True)
-            return Adjoint(found) if isinstance(found, Convolution) else None
+            scaled = _scaled(conv, first, rows=True)
+            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
         case Adjoint(conv=Convolution() as conv), Diagonal():
-            found = _scaled(conv, then, rows=False)
-            return Adjoint(found) if isinstance(found, Convolution) else None
+            scaled = _scaled(conv, then, rows=False)
+            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
         case Diagonal(), Diagonal():
             return _scales(first, then)
         case Diagonal(), (Matrix() | Convolution()):
@@ -46,12 +51,17 @@ def compose(first: Linear, then: Linear) -> Linear | None:
         case Matrix(), Matrix():
             return _product(first, then)
         case Convolution(), Convolution():
-            return _pointwise_after(first, then) or _pointwise_before(first, then)
+            return _with_pointwise(first, then)
     return None
 
 
 def add(a: Linear, b: Linear) -> Linear | None:
-    """`a + b` of two maps with the same input and output, as one map, or None where it has none."""
+    """`a + b` of two maps with the same input and output, as one map, or None where it has none.
+
+    Args:
+        a: one map.
+        b: the other.
+    """
     match a, b:
         case Matrix(), Matrix():
             matrix = a.matrix.double() + b.matrix.double()
@@ -76,6 +86,10 @@ def spread(weight: Tensor, conv: Convolution) -> float:
     """Bound of the operator norm of a convolution with this weight: Σ_taps ‖K_tap‖_F ≤ √taps·‖K‖_F.
 
     With other paddings than zeros a tap may read one pixel several times, at most once more per padded position.
+
+    Args:
+        weight: the weight.
+        conv: a convolution with the geometry.
     """
     taps = math.prod(weight.shape[2:])
     repeats = 1 if conv.padding == "zeros" else math.prod(1 + sum(pair) for pair in conv.amount)
@@ -94,7 +108,7 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
     if dim is None:
         return None
     top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
-    error = inflate(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
+    error = _product_error(4 * _U * top_a * top_b, top_a, a.error, top_b, b.error)
     return Diagonal(a.factor * b.factor, dim, error)
 
 
@@ -102,24 +116,24 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
     """`diag(f)·A` (rows) or `A·diag(f)` (columns); the rounding of the product and the errors of both factors add up."""
     factor, top = scale.factor, float(scale.factor.abs().max())
     if isinstance(form, Matrix):
-        side = form.matrix.shape[0 if rows else 1]
-        if factor.numel() > 1 and (scale.dim != -1 or factor.numel() != side):
-            return None
-        matrix = form.matrix.double() * factor.reshape((-1, 1) if rows else (1, -1))
-        error = inflate(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
-        return Matrix(matrix, inflate(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
-    side = form.weight.shape[0] if rows else form.geometry.channels
-    if factor.numel() > 1 and (scale.dim != 1 or factor.numel() != side):
+        side, dim = form.matrix.shape[0 if rows else 1], -1
+    else:
+        side, dim = form.weight.shape[0] if rows else form.geometry.channels, 1
+    if factor.numel() > 1 and (scale.dim != dim or factor.numel() != side):
         return None
+    if isinstance(form, Matrix):
+        matrix = form.matrix.double()
+        product = matrix * factor.reshape((-1, 1) if rows else (1, -1))
+        rounding = 8 * _U * float(frobenius(product))
+        return Matrix(product, _product_error(rounding, top, scale.error, float(frobenius(matrix)), form.error))
     weight = form.weight.double()
-    wide = spread(weight, form)
     if rows:
-        weight = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+        scaled = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
     else:
         per_group = factor.expand(side).reshape(form.groups, 1, -1, *[1] * (weight.dim() - 2))
-        weight = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
-    error = inflate(8 * _U * spread(weight, form) + form.error * (top + scale.error))
-    return replace(form, weight=weight, error=inflate(error + scale.error * wide) + _TINY)
+        scaled = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
+    error = _product_error(8 * _U * spread(scaled, form), top, scale.error, spread(weight, form), form.error)
+    return replace(form, weight=scaled, error=error)
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
@@ -127,8 +141,8 @@ def _product(first: Matrix, then: Matrix) -> Matrix | None:
         return None
     A, B = then.matrix.double(), first.matrix.double()
     a, b = float(frobenius(A)), float(frobenius(B))
-    rounding = gamma(B.shape[0] + 4, torch.float64) * a * b + _TINY
-    return Matrix(A @ B, inflate(rounding + then.error * (b + first.error) + first.error * a))
+    rounding = gamma(B.shape[0] + 4, torch.float64) * a * b
+    return Matrix(A @ B, _product_error(rounding, a, then.error, b, first.error))
 
 
 def _is_pointwise(conv: Convolution) -> bool:
@@ -136,26 +150,25 @@ def _is_pointwise(conv: Convolution) -> bool:
     return plain and conv.groups == 1
 
 
-def _pointwise_after(first: Convolution, then: Convolution) -> Convolution | None:
-    """A 1×1 convolution after any ungrouped one mixes its output channels."""
-    if not _is_pointwise(then) or first.groups != 1 or then.weight.shape[0] * first.weight[0].numel() > ENTRIES:
+def _with_pointwise(first: Convolution, then: Convolution) -> Convolution | None:
+    """A 1×1 convolution after any ungrouped one mixes its output channels, before it its input channels (zeros stay zeros)."""
+    after = _is_pointwise(then)
+    if not after and not _is_pointwise(first):
         return None
-    A, K = then.weight.double().flatten(1), first.weight.double()
-    a, k = float(frobenius(A)), spread(K, first)
-    weight = (A @ K.flatten(1)).reshape(-1, *K.shape[1:])
-    rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + _TINY
-    return first.with_weight(weight, inflate(rounding + then.error * (k + first.error) + first.error * a))
+    conv, mix = (first, then) if after else (then, first)
+    kept, inner = mix.weight.shape[:2] if after else reversed(mix.weight.shape[:2])
+    if conv.groups != 1 or conv.weight.numel() // inner * kept > ENTRIES:
+        return None
+    K, A = conv.weight.double(), mix.weight.double().flatten(1)
+    weight = torch.einsum("om,mi...->oi..." if after else "mi,om...->oi...", A, K).contiguous()
+    a, k = float(frobenius(A)), spread(K, conv)
+    rounding = gamma(inner + 4, torch.float64) * a * k
+    return conv.with_weight(weight, _product_error(rounding, a, mix.error, k, conv.error))
 
 
-def _pointwise_before(first: Convolution, then: Convolution) -> Convolution | None:
-    """A 1×1 convolution before any ungrouped one mixes its input channels (the padded zeros stay zeros)."""
-    if not _is_pointwise(first) or then.groups != 1 or then.weight.shape[0] * first.weight.shape[1] > ENTRIES // 9:
-        return None
-    K, B = then.weight.double(), first.weight.double().flatten(1)
-    b, k = float(frobenius(B)), spread(K, then)
-    weight = torch.einsum("om...,mi->oi...", K, B).contiguous()
-    rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + _TINY
-    return then.with_weight(weight, inflate(rounding + then.error * (b + first.error) + first.error * k))
+def _product_error(rounding: float, a: float, error_a: float, b: float, error_b: float) -> float:
+    """Bound of the error of a product of maps of norms at most a and b, with errors of their own."""
+    return inflate(rounding + error_a * (b + error_b) + error_b * a) + _TINY
 
 
 def _padded(pad: Padding, conv: Convolution) -> Convolution | None:

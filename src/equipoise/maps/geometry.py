@@ -72,6 +72,10 @@ def padding_norm(axis: Axis, padding: PaddingMode) -> float:
 
     The map copies pixels, so `PᵀP` is diagonal and holds the numbers of copies. With an unknown size the worst size counts.
 
+    Args:
+        axis: the axis.
+        padding: the padding mode.
+
     >>> round(padding_norm(Axis(3, left=1, right=1, size=8), "replicate") ** 2, 12)
     2.0
     """
@@ -87,7 +91,12 @@ def padding_norm(axis: Axis, padding: PaddingMode) -> float:
 
 
 def smallest_size(axis: Axis, padding: PaddingMode) -> int:
-    """Smallest input the padding mode accepts along this axis (as PyTorch does)."""
+    """Smallest input the padding mode accepts along this axis (as PyTorch does).
+
+    Args:
+        axis: the axis.
+        padding: the padding mode.
+    """
     most = max(axis.left, axis.right)
     return {"reflect": most + 1, "circular": most}.get(padding, 1) or 1
 
@@ -110,9 +119,9 @@ class Lattice:
     window_out: int = 0
 
     @property
-    def in_order(self) -> bool:
-        """Whether tap a reads phase `a mod s` at offset `⌊a/s⌋`, as without dilation."""
-        return all((r, q) == (a % self.phases, a // self.phases) for a, (r, q) in enumerate(self.taps))
+    def places(self) -> list[int]:
+        """Where every tap stands, phases first and offsets fastest."""
+        return [r * self.length + q for r, q in self.taps]
 
 
 def zero_lattice(axis: Axis) -> Lattice | None:
@@ -188,44 +197,48 @@ def _phase_taps(kernel: int, s: int, d: int) -> tuple[tuple[tuple[int, int], ...
 
 
 def polyphase(kernel: Tensor, lattices: Sequence[Lattice]) -> Tensor:
-    """Spread `kernel (g, co, ci, *k)` over the lattice: `(g, co, ci·phases, *lengths)`, only zeros added; differentiable.
+    """Spread a kernel over the lattice: `(g, co, ci·phases, *lengths)`, only zeros added; differentiable.
 
     A strided convolution is a stride-1 convolution of the space-to-depth input with this kernel (Senderovich 2022).
+
+    Args:
+        kernel: `(g, co, ci, *k)`.
+        lattices: one per axis.
     """
     for dim, lattice in enumerate(lattices, start=3):
         if lattice.phases == 1 and lattice.length == kernel.shape[dim]:
             continue
-        if lattice.in_order:
-            missing = lattice.phases * lattice.length - kernel.shape[dim]
-            spread = torch.nn.functional.pad(kernel, [0, 0] * (kernel.dim() - 1 - dim) + [0, missing])
-            kernel = spread.unflatten(dim, (lattice.length, lattice.phases)).movedim(dim + 1, 3).flatten(2, 3)
-            continue
-        zero = kernel.new_zeros(()).expand(*kernel.shape[:dim], 1, *kernel.shape[dim + 1 :])
-        places = [kernel.shape[dim]] * (lattice.phases * lattice.length)
-        for a, (r, q) in enumerate(lattice.taps):
-            places[r * lattice.length + q] = a
-        spread = torch.cat([kernel, zero], dim).index_select(dim, torch.tensor(places, device=kernel.device))
+        shape = list(kernel.shape)
+        shape[dim] = lattice.phases * lattice.length
+        spread = kernel.new_zeros(shape).index_copy(dim, torch.tensor(lattice.places, device=kernel.device), kernel)
         kernel = spread.unflatten(dim, (lattice.phases, lattice.length)).movedim(dim, 3).flatten(2, 3)
     return kernel
 
 
 def rejoined(kernel: Tensor, lattices: Sequence[Lattice]) -> Tensor:
-    """The inverse of `polyphase`: the kernel back from its phases."""
+    """The inverse of `polyphase`: the kernel back from its phases.
+
+    Args:
+        kernel: `(g, co, ci·phases, *lengths)`.
+        lattices: one per axis.
+    """
     for dim, lattice in reversed(list(enumerate(lattices, start=3))):
         if lattice.phases == 1 and lattice.length == len(lattice.taps):
             continue
-        apart = kernel.unflatten(2, (-1, lattice.phases))
-        if lattice.in_order:
-            kernel = apart.movedim(3, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, len(lattice.taps))
-            continue
-        spread = apart.movedim(3, dim).flatten(dim, dim + 1)
-        places = [r * lattice.length + q for r, q in lattice.taps]
-        kernel = spread.index_select(dim, torch.tensor(places, device=kernel.device))
+        spread = kernel.unflatten(2, (-1, lattice.phases)).movedim(3, dim).flatten(dim, dim + 1)
+        kernel = spread.index_select(dim, torch.tensor(lattice.places, device=kernel.device))
     return kernel
 
 
 def integers(value: Integers, dims: int, what: str, least: int = 1) -> tuple[int, ...]:
-    """One whole number per axis; a single one counts for all."""
+    """One whole number per axis; a single one counts for all.
+
+    Args:
+        value: what the caller gave.
+        dims: the number of axes.
+        what: the name of the argument, for the message.
+        least: the smallest number allowed.
+    """
     values = (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
     if len(values) != dims or any(v < least for v in values):
         wanted = "positive" if least == 1 else "non-negative"
@@ -260,7 +273,17 @@ class Geometry:
         amount: Sequence[tuple[int, int]] | None = None,
         input_size: Integers | None = None,
     ) -> Geometry:
-        """From the arguments of a convolution; `amount` of padding per axis, by default «same»."""
+        """From the arguments of a convolution; `amount` of padding per axis, by default «same».
+
+        Args:
+            shape: of the weight `(out, in/groups, *taps)`.
+            padding: the padding mode.
+            stride: per axis, or one for all.
+            dilation: per axis, or one for all.
+            groups: blocks of channels.
+            amount: padding (left, right) per axis; None: «same».
+            input_size: spatial size of the input, where it is known.
+        """
         dims = len(shape) - 2
         if not 1 <= dims <= 3:
             raise InputError(f"a convolution weight has 3, 4 or 5 dimensions, got shape {tuple(shape)}")
@@ -274,8 +297,8 @@ class Geometry:
             reach = dilations[i] * (k - 1)
             left, right = amount[i] if amount is not None else (reach // 2, reach - reach // 2)
             axes.append(Axis(k, strides[i], dilations[i], left, right))
-        found = cls(tuple(shape), groups, tuple(axes), padding)
-        return found if input_size is None else found.with_size(input_size)
+        geometry = cls(tuple(shape), groups, tuple(axes), padding)
+        return geometry if input_size is None else geometry.with_size(input_size)
 
     def with_size(self, input_size: Integers) -> Geometry:
         """The same on inputs of this spatial size; refused where the padding mode or the kernel does not fit."""
@@ -291,7 +314,12 @@ class Geometry:
         return replace(self, axes=axes)
 
     def giving(self, output_size: Integers, extra: Sequence[int]) -> Geometry:
-        """The same with so many outputs, on the inputs a transposed convolution with this `output_padding` writes."""
+        """The same with so many outputs, on the inputs a transposed convolution with this `output_padding` writes.
+
+        Args:
+            output_size: spatial size of the outputs.
+            extra: the `output_padding` per axis.
+        """
         axes = []
         for axis, n, more in zip(self.axes, integers(output_size, self.dims, "input_size"), extra, strict=True):
             size = (n - 1) * axis.stride - axis.left - axis.right + axis.reach + more + 1

@@ -183,7 +183,12 @@ class Convolution:
         return (self.geometry.shape[0], *self.geometry.out)
 
     def with_weight(self, weight: Tensor, error: float | None = None) -> Convolution:
-        """Another weight in the same place, with its channels; the error is kept unless given."""
+        """Another weight in the same place, with its channels; the error is kept unless given.
+
+        Args:
+            weight: the new weight.
+            error: its error.
+        """
         geometry = replace(self.geometry, shape=tuple(weight.shape))
         return Convolution(weight, geometry, self.error if error is None else error)
 
@@ -264,7 +269,17 @@ def convolution(
     amount: Sequence[tuple[int, int]] | None = None,
     input_size: Integers | None = None,
 ) -> Convolution:
-    """A convolution from its weight `(out, in/groups, *k)`; `amount` of padding per axis, by default «same»."""
+    """A convolution from its weight `(out, in/groups, *k)`; `amount` of padding per axis, by default «same».
+
+    Args:
+        weight: `(out, in/groups, *k)`.
+        padding: the padding mode.
+        stride: per axis, or one for all.
+        dilation: per axis, or one for all.
+        groups: blocks of channels.
+        amount: padding (left, right) per axis; None: «same».
+        input_size: spatial size of the input, where it is known.
+    """
     return Convolution(weight, Geometry.of(weight.shape, padding, stride, dilation, groups, amount, input_size))
 
 

@@ -70,6 +70,10 @@ def _number(x: float) -> Tensor:
 def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     """`left·x` below 0 and `right·x` above; tensors must broadcast against the entries.
 
+    Args:
+        left: slope below 0.
+        right: slope above 0.
+
     >>> hinge(0.1).slopes, hinge(-2.0).gain
     ((0.1, 1.0), 2.0)
     """
@@ -81,7 +85,13 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
 
 
 def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise:
-    """`scale·x` above 0, `scale·α·(exp(βx) − 1)` below: slopes up to scale·max(1, αβ), smooth where αβ = 1."""
+    """`scale·x` above 0, `scale·α·(exp(βx) − 1)` below: slopes up to scale·max(1, αβ), smooth where αβ = 1.
+
+    Args:
+        alpha: α.
+        scale: factor of both sides.
+        inner: β.
+    """
     side = scale * alpha * inner
     if scale != 1 or inner != 1:  # else nothing was rounded
         side = inflate(abs(side)) * math.copysign(1, side)
@@ -116,6 +126,10 @@ def gelu(approximate: str = "none") -> Pointwise:
 
 def clamp(low: float | Tensor | None = None, high: float | Tensor | None = None) -> Pointwise:
     """Clipping to constants: slopes 0 and 1.
+
+    Args:
+        low: lower end, if any.
+        high: upper end, if any.
 
     >>> clamp(-1.0, 6.0).peak, clamp(2.0, None).at_zero
     (6.0, 2.0)

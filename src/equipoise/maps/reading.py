@@ -50,6 +50,10 @@ def module_kind(module: nn.Module) -> type[nn.Module]:
 def geometry_of(module: nn.Module, input_size: Integers | None = None) -> Geometry:
     """The geometry of a linear layer on inputs of this size; of a transposed convolution, that of its adjoint.
 
+    Args:
+        module: the layer.
+        input_size: spatial size of its input; None: unknown.
+
     >>> geometry_of(nn.Conv2d(3, 8, 5, stride=2, padding=1, padding_mode="circular")).amount
     ((1, 1), (1, 1))
     """
@@ -94,6 +98,10 @@ def padding_of(module: nn.Module) -> list[tuple[int, int]]:
 def read(module: nn.Module, input_size: Integers | None = None) -> Matrix | Convolution | Adjoint:
     """The linear part of a layer with its effective weight (parametrisations applied), detached.
 
+    Args:
+        module: the layer.
+        input_size: spatial size of its input; None: unknown.
+
     >>> type(read(nn.ConvTranspose2d(2, 3, 3), input_size=4)).__name__
     'Adjoint'
     """
@@ -106,7 +114,13 @@ def read(module: nn.Module, input_size: Integers | None = None) -> Matrix | Conv
 def linear_part(
     module: nn.Module, weight: Tensor, input_size: Integers | None = None
 ) -> Matrix | Convolution | Adjoint:
-    """The linear part of a plain layer with a given weight in place of its own; differentiable in it."""
+    """The linear part of a plain layer with a given weight in place of its own; differentiable in it.
+
+    Args:
+        module: the layer.
+        weight: the weight.
+        input_size: spatial size of its input; None: unknown.
+    """
     if isinstance(module, nn.Linear):
         return Matrix(weight)
     conv = Convolution(weight, geometry_of(module, input_size))

@@ -1,4 +1,4 @@
-"""Activations that are 1-Lipschitz, and what is known of the slopes of PyTorch's own."""
+"""Activations that are 1-Lipschitz, and slopes of PyTorch's own."""
 
 import math
 from collections.abc import Callable
@@ -78,8 +78,8 @@ class BetaAbs(Described):
         count = math.ceil(self.beta * x.shape[self.dim])
         if count == x.shape[self.dim]:
             return x.abs()
-        folded, kept = x.split([count, x.shape[self.dim] - count], self.dim)
-        return torch.cat([folded.abs(), kept], self.dim)
+        folded, rest = x.split([count, x.shape[self.dim] - count], self.dim)
+        return torch.cat([folded.abs(), rest], self.dim)
 
     @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -239,7 +239,11 @@ _UNKNOWN: dict[type[nn.Module], str] = {
 def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:
     """The activation, refused by name and with the reason unless all its slopes are known to lie in [0, 1].
 
-    With a slope outside, a residual block is not 1-Lipschitz: abs or −x give 3, GELU 1.17 was seen.
+    With a slope outside, a residual block is not 1-Lipschitz: abs or −x give 3, GELU reaches 1.17.
+
+    Args:
+        activation: the module.
+        layer: what needs it, for the message.
 
     >>> unit_slopes(nn.ReLU())
     ReLU()

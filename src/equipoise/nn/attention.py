@@ -42,7 +42,7 @@ _THETAS = tuple(0.02 * 1.15**i for i in range(40))
 
 
 def _product_root(value: float, shift: float) -> float:
-    """x ≥ 0 with `x·e^{x + shift} ≥ value`, as small as rounding allows: W₀ from above, checked and not believed."""
+    """x ≥ 0 with `x·e^{x + shift} ≥ value`, as small as rounding allows: W₀ from above, checked by substitution."""
     if value <= 0:
         return 0.0
     x = float(lambertw(value * math.exp(-shift)).real)

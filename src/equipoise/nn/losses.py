@@ -67,7 +67,7 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
 
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
@@ -93,7 +93,7 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
 def pair_constants(
     y: Tensor, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None, classes: int | None = None
 ) -> Tensor:
-    """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` where the last layer's weight is given.
+    """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` with the last layer's weight.
 
     In float64, rounded up: never below the constant of the stored weights.
 
@@ -101,7 +101,7 @@ def pair_constants(
         y: labels.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
-        classes: how many, where no weight is given.
+        classes: how many, if there is no weight.
 
     >>> pair_constants(torch.tensor([1]), 2.0, torch.eye(2)).round(decimals=4)
     tensor([[2.8284, 0.0000]], dtype=torch.float64)
@@ -135,7 +135,7 @@ def lipschitz_margin(
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
         temperature: t.
@@ -156,7 +156,7 @@ def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, wei
 
     Args:
         z: logits (batch, classes), or scores.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
 
@@ -185,7 +185,7 @@ def gloro(
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
 
@@ -209,7 +209,7 @@ def gloro_trades(
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
         beta: weight of the second term.
@@ -243,7 +243,7 @@ def emma(
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
         temperature: t.
@@ -281,7 +281,7 @@ def logit_annealing(
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        epsilon: the radius asked for.
+        epsilon: the radius to certify.
         lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
         weight: of the last layer, for constants of pairs.
         temperature: t.
@@ -458,7 +458,12 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
 
 
 def check_logits(z: Tensor, y: Tensor) -> None:
-    """Refuse what is not one row of logits and one label for each example."""
+    """Refuse what is not one row of logits and one label for each example.
+
+    Args:
+        z: logits.
+        y: labels.
+    """
     if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
         raise InputError(
             f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "

@@ -180,9 +180,9 @@ def differentiated(
         inputs: tensors, or None.
         again: whether the gradients will be differentiated.
     """
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    parts = torch.autograd.grad(values, wanted, gradients, create_graph=again, allow_unused=True)
-    by_tensor = dict(zip(map(id, wanted), parts, strict=True))
+    sources = [t for t in inputs if t is not None and t.requires_grad]
+    parts = torch.autograd.grad(values, sources, gradients, create_graph=again, allow_unused=True)
+    by_tensor = dict(zip(map(id, sources), parts, strict=True))
     return tuple(by_tensor.get(id(t)) for t in inputs)
 
 
@@ -295,7 +295,12 @@ class ComputedLayer(Computed):
         raise NotImplementedError
 
     def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
-        """Upper bound of the constant of `evaluate` with these effective tensors."""
+        """Upper bound of the constant of `evaluate` with these effective tensors.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
         raise NotImplementedError
 
     def key(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -426,11 +431,11 @@ class Parametrization(Computed):
         return nn.Module.train(self, mode)
 
     def forward(self, raw: Tensor) -> Tensor:
-        """The weight of a raw tensor; kept in evaluation mode, see `Computed`."""
+        """The weight of a raw tensor; cached in evaluation mode, see `Computed`."""
         return self.effective(raw)[0]
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The raw tensor to start from, given a weight; the default keeps it."""
+        """The raw tensor to start from for a weight; by default the weight itself."""
         return weight
 
 
@@ -609,7 +614,12 @@ def _with_property(kind: type[nn.Module]) -> Any:
 
 
 def check_plain(layer: Any, plain: nn.Module) -> None:
-    """Refuse a plain layer of another class than the one that this layer replaces."""
+    """Refuse a plain layer of another class than the one that this layer replaces.
+
+    Args:
+        layer: the class of the 1-Lipschitz layer.
+        plain: the plain layer.
+    """
     if not isinstance(plain, layer.plain_type):
         raise InputError(f"{layer.__name__} replaces nn.{layer.plain_type.__name__}, got {type(plain).__name__}")
 

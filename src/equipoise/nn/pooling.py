@@ -246,5 +246,5 @@ class FirstFeatures(Described):
     def forward(self, x: Tensor) -> Tensor:
         """The first features."""
         if x.shape[-1] < self.features:
-            raise InputError(f"{x.shape[-1]} features are fewer than the {self.features} asked for")
+            raise InputError(f"{x.shape[-1]} features are fewer than {self.features}")
         return x[..., : self.features]

@@ -49,7 +49,7 @@ vars(_waves)["_dynamo_marked_constant"] = True
 def _cached_waves(kind: str, reach: Reach, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """`taps`: the symbol of a kernel. `back`: the inverse transform. `finer`: from offsets to the grid of twice the reach.
 
-    In the last two every point but the first stands for ±; `finer` is for matrices that come doubled.
+    In the last two every point but the first represents ±; `finer` is for matrices that come doubled.
     """
     grid = _half_grid(reach)
     signs = np.where(np.arange(len(grid)) == 0, 1.0, 2.0)
@@ -104,7 +104,7 @@ def _kernel_powers(K: Tensor, t: int) -> _Table:
     cross = C.mT @ B
     A = _offsets(B.mT @ B + C.mT @ C, cross - cross.mT, reach)
     log2, one = K.new_zeros(1, K.shape[0], 1, 1), K.new_ones(1, 1, 1, 1)
-    kept = [[B, C, one]]
+    history = [[B, C, one]]
     for step in range(t - 1):
         cos, sin = _waves("finer", reach, A)
         X, Y = torch.tensordot(cos, A + A.mT, 1), torch.tensordot(sin, A.mT - A, 1)
@@ -114,24 +114,24 @@ def _kernel_powers(K: Tensor, t: int) -> _Table:
         log2, e = 2 * log2, 0 * log2
         if step > 0:  # entries of K are near 1, so the first powers cannot overflow
             A, log2, e = _tamed(A, log2)
-        kept.append([X, Y, torch.exp2(-e)])
+        history.append([X, Y, torch.exp2(-e)])
 
     size = A.abs()
     total = size.sum(0)
     total = total + (total - size[0]).mT  # the mirror images
-    return total, log2.flatten(1).mT, A, kept
+    return total, log2.flatten(1).mT, A, history
 
 
-def _kernel_gradient(gA: Tensor, kept: list[list[Tensor]], reach: Reach) -> Tensor:
+def _kernel_gradient(gA: Tensor, history: list[list[Tensor]], reach: Reach) -> Tensor:
     """The gradient for the kernel `(g, co, ci, taps)` from that of the table of the last power, and the reach of that."""
-    for X, Y, factor in kept[:0:-1]:
+    for X, Y, factor in history[:0:-1]:
         product = _offsets_adjoint(gA * factor, reach) @ torch.complex(X, Y)
         reach = tuple(h // 2 for h in reach)
         cos, sin = _waves("finer", reach, X)
         c, s = torch.tensordot(cos.mT, product.real, 1), torch.tensordot(sin.mT, product.imag, 1)
         gA = 2 * ((c - s) + (c + s).mT)
 
-    B, C, factor = kept[0]
+    B, C, factor = history[0]
     product = torch.complex(B, C) @ _offsets_adjoint(gA * factor, reach).conj()
     cos, sin = _waves("taps", reach, B)
     taps = torch.tensordot(cos.mT, product.real, 1) + torch.tensordot(sin.mT, product.imag, 1)
@@ -141,21 +141,21 @@ def _kernel_gradient(gA: Tensor, kept: list[list[Tensor]], reach: Reach) -> Tens
 def _matrix_powers(W: Tensor, t: int, gram: Any) -> _Table:
     """Of matrices `(g, m, n)`, with their Gram matrices in float64."""
     G, log2, e = _tamed(gram(W.double())[None], 0.0)
-    kept = [[W, torch.exp2(-e)]]
+    history = [[W, torch.exp2(-e)]]
     for _ in range(t - 1):
         before = G
         G, log2, e = _tamed(before @ before, 2 * log2)
-        kept.append([before[0], torch.exp2(-e)])
-    return G[0].abs(), log2.flatten(1).mT, G, kept
+        history.append([before[0], torch.exp2(-e)])
+    return G[0].abs(), log2.flatten(1).mT, G, history
 
 
-def _matrix_gradient(gA: Tensor, kept: list[list[Tensor]]) -> Tensor:
+def _matrix_gradient(gA: Tensor, history: list[list[Tensor]]) -> Tensor:
     """The gradient for W from that of the last power of `WᵀW`."""
     g = gA[0]
-    for G, factor in kept[:0:-1]:
+    for G, factor in history[:0:-1]:
         P = (g + g.mT) @ G * (0.5 * factor[0])
         g = P + P.mT
-    W, factor = kept[0]
+    W, factor = history[0]
     S = (g + g.mT) * factor[0]
     return (S @ W.mT).mT if W.stride(-2) == 1 else W @ S  # in the layout of W
 
@@ -167,7 +167,7 @@ class Powers:
     T: Tensor
     log2: Tensor
     signs: Tensor
-    kept: list[list[Tensor]]
+    history: list[list[Tensor]]
     reach: Reach
 
     def gradient(self, g: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Powers:
         g = g.to(self.signs.dtype)
         gA = self.signs * (g + g.mT)
         gA[0] = self.signs[0] * g
-        return _kernel_gradient(gA, self.kept, self.reach) if self.reach else _matrix_gradient(gA, self.kept)
+        return _kernel_gradient(gA, self.history, self.reach) if self.reach else _matrix_gradient(gA, self.history)
 
 
 def powers(K: Tensor, t: int) -> Powers:
@@ -188,15 +188,15 @@ def powers(K: Tensor, t: int) -> Powers:
     taps = K.shape[3:] if math.prod(K.shape[3:]) > 1 else ()
     with full_precision():
         if taps:
-            T, log2, A, kept = _kernel_powers(K.double(), t)
+            T, log2, A, history = _kernel_powers(K.double(), t)
         else:
-            T, log2, A, kept = _matrix_powers(K.reshape(K.shape[:3]), t, symmetric_gram)
+            T, log2, A, history = _matrix_powers(K.reshape(K.shape[:3]), t, symmetric_gram)
     rows = T.sum(-1)
     lengths = rows[rows > 0]
     even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
     narrow = K.dtype if even else torch.float64
-    kept = [[part.to(narrow) for part in parts] for parts in kept]
-    return Powers(T, log2, A.sign().to(narrow), kept, tuple((k - 1) * 2 ** (t - 1) for k in taps))
+    history = [[part.to(narrow) for part in parts] for parts in history]
+    return Powers(T, log2, A.sign().to(narrow), history, tuple((k - 1) * 2 ** (t - 1) for k in taps))
 
 
 def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,12 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_exponent(x: Tensor, batch: int) -> Tensor:
-    """log2 of the largest entry, rounded up, in float64, for each index of dimension `batch`, for broadcasting; 0 for zero."""
+    """log2 of the largest entry, rounded up, in float64, for each index of dimension `batch`, for broadcasting; 0 for zero.
+
+    Args:
+        x: a tensor.
+        batch: the dimension that stays.
+    """
     largest = x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
     return torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
 
@@ -238,7 +243,12 @@ def _tamed(G: Tensor, log2: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def refuse_large(K: Tensor, t: int) -> None:
-    """Refuse kernels whose table of waves would not fit into memory."""
+    """Refuse kernels whose table of waves would not fit into memory.
+
+    Args:
+        K: kernels.
+        t: steps.
+    """
     if math.prod(K.shape[3:]) == 1:
         return
     points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1

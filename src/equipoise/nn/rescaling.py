@@ -6,7 +6,7 @@ dominance gives such a D, for every q > 0:
     D_ii = Σ_j |(WᵀW)^p|_ij q_j/q_i,          R = D^(−2^−t).
 
 A convolution is the same with the table of its Gram operator: the sum runs over channels and offsets. With a stride the input is
-seen through space-to-depth, so that every phase of an input channel is a channel.
+read through space-to-depth, so that every phase of an input channel is a channel.
 
 Rounding. The sums are taken in float64, whatever the parameters' dtype. A computed power differs from the true one by an operator
 of norm at most `δ·‖(WᵀW)^p‖` (`rounding`), so `(1 + δ)D + δ·max_i Σ_j|…|_ij` is a true majorant. The last product, rounded to
@@ -98,7 +98,7 @@ def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[T
 
 
 class _Rescaled(torch.autograd.Function):
-    """`(K·R, R)`, or (`turned`) `(R·K, R)` with the R of Kᵀ, of kernels on the phases of their inputs; closed gradient.
+    """`(K·R, R)`, or (`transposed`) `(R·K, R)` with the R of Kᵀ, of kernels on the phases of their inputs; closed gradient.
 
     A gradient g for R is `−2^−t·g·R/D` for the majorant D, and its outer product with q for T. One function for all of it:
     kernels are small, and every operation that autograd records costs as much as the products.
@@ -106,10 +106,10 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, K: Tensor, log_q: Tensor | None, t: int, turned: bool, lattices: Sequence[Lattice]
+        ctx: Any, K: Tensor, log_q: Tensor | None, t: int, transposed: bool, lattices: Sequence[Lattice]
     ) -> tuple[Tensor, Tensor]:
         """The weight and its factors."""
-        S = _on_phases(K, turned, lattices)
+        S = _on_phases(K, transposed, lattices)
         refuse_large(S, t)
         table = powers(S, t)
         weighted, majorant = _majorant(S, t, table.T, log_q)
@@ -120,12 +120,12 @@ class _Rescaled(torch.autograd.Function):
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
         ctx.table = table
         ctx.t = t
-        ctx.turned = turned
+        ctx.transposed = transposed
         ctx.lattices = lattices
         ctx.shape = S.shape
         ctx.loss = _factor(S)
         ctx.set_materialize_grads(False)
-        return _times(K, factor, turned, lattices), R.to(K.dtype)
+        return _times(K, factor, transposed, lattices), R.to(K.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -133,14 +133,17 @@ class _Rescaled(torch.autograd.Function):
         K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
         g, g_R = gradients
         if torch.is_grad_enabled():  # for higher derivatives
-            E, again = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
-            pairs = [(_off_phases(E, ctx.turned, ctx.lattices), g), (again, g_R)]
-            values, given = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
-            return *differentiated(values, given, K, log_q), None, None, None
+            E, again = _by_operators(_on_phases(K, ctx.transposed, ctx.lattices), ctx.t, log_q)
+            pairs = [(_off_phases(E, ctx.transposed, ctx.lattices), g), (again, g_R)]
+            values, outer = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
+            return *differentiated(values, outer, K, log_q), None, None, None
 
         own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:
-            own, parts = _times(g, factor, ctx.turned, ctx.lattices), _on_phases(g * K, ctx.turned, ctx.lattices)
+            own, parts = (
+                _times(g, factor, ctx.transposed, ctx.lattices),
+                _on_phases(g * K, ctx.transposed, ctx.lattices),
+            )
             total = total + parts.sum([d for d in range(parts.dim()) if d not in (0, 2)]) * ctx.loss
         c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
         q, inside = None, None
@@ -150,7 +153,7 @@ class _Rescaled(torch.autograd.Function):
             wide = log_q.to(R)
             q, inside = wide.clamp(-_LOG_Q, _LOG_Q).exp(), wide.abs() <= _LOG_Q
             g_T = (c / q)[..., :, None] * q[..., None, :]
-        g_K = _off_phases(ctx.table.gradient(g_T).reshape(ctx.shape), ctx.turned, ctx.lattices)
+        g_K = _off_phases(ctx.table.gradient(g_T).reshape(ctx.shape), ctx.transposed, ctx.lattices)
         g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
         if q is None or inside is None:
             return g_K, None, None, None, None
@@ -158,29 +161,29 @@ class _Rescaled(torch.autograd.Function):
         return g_K, (along * inside).to(log_q.dtype), None, None, None
 
 
-def _on_phases(K: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
-    """The kernel on the phases of its inputs, turned round."""
+def _on_phases(K: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """The kernel on the phases of its inputs, transposed."""
     S = polyphase(K, lattices)
-    return S.transpose(1, 2) if turned else S
+    return S.transpose(1, 2) if transposed else S
 
 
-def _off_phases(S: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+def _off_phases(S: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
     """The inverse, and the adjoint."""
-    return rejoined(S.transpose(1, 2) if turned else S, lattices)
+    return rejoined(S.transpose(1, 2) if transposed else S, lattices)
 
 
-def _times(K: Tensor, R: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+def _times(K: Tensor, R: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
     """`K·R`, or `R·K`, of a kernel that is not on its phases."""
-    if turned or all(lattice.phases == 1 for lattice in lattices):
-        return K * R.reshape(_across(K, turned))
+    if transposed or all(lattice.phases == 1 for lattice in lattices):
+        return K * R.reshape(_across(K, transposed))
     S = polyphase(K, lattices)
     return rejoined(S * R.reshape(_across(S, False)), lattices)
 
 
-def _across(K: Tensor, turned: bool) -> tuple[int, ...]:
-    """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (turned) `(g, n, m, …)`."""
+def _across(K: Tensor, transposed: bool) -> tuple[int, ...]:
+    """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (transposed) `(g, n, m, …)`."""
     ones = [1] * (K.dim() - 3)
-    return (K.shape[0], -1, 1, *ones) if turned else (K.shape[0], 1, -1, *ones)
+    return (K.shape[0], -1, 1, *ones) if transposed else (K.shape[0], 1, -1, *ones)
 
 
 def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Tensor]:
@@ -193,7 +196,7 @@ def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Ten
         bound: `bound·(1 + delta)` is at least the norm of K; in float64.
         delta: relative error of the bound.
     """
-    present = bound != 0  # of a weight that is no number neither is its norm: it must be seen
+    present = bound != 0  # the norm of a NaN weight is NaN, and stays so
     safe = torch.where(present, bound, torch.ones_like(bound)) * (1 + delta)
     weight = torch.where(present, K.to(bound.dtype) / safe, torch.zeros_like(K, dtype=bound.dtype))
     factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(max=torch.finfo(K.dtype).max)
@@ -319,17 +322,17 @@ class SR(Parametrization):
         self.t, self.lattices = t, _lattices(geometry)
         ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
         out = geometry.shape[0] // geometry.groups
-        self.turned = side == "output" or (side == "smaller" and out < ins)
-        zeros = torch.zeros(geometry.groups, out if self.turned else ins, **self.factory)
+        self.transposed = side == "output" or (side == "smaller" and out < ins)
+        zeros = torch.zeros(geometry.groups, out if self.transposed else ins, **self.factory)
         self.register_parameter("log_q", nn.Parameter(zeros) if learn_q else None)
 
     def construct(self, raw: Tensor) -> Tensor:
         """`W·R`, or `R·W`."""
         K = self.geometry.grouped(raw)
         if self.geometry.dims and is_plain_call(raw) and _in_closed_form(K, 1):
-            return _Rescaled.apply(K, self.log_q, self.t, self.turned, self.lattices)[0].reshape(raw.shape)
-        S = rescaling_pair(_on_phases(K, self.turned, self.lattices), self.t, self.log_q)[0]
-        return _off_phases(S, self.turned, self.lattices).reshape(raw.shape)
+            return _Rescaled.apply(K, self.log_q, self.t, self.transposed, self.lattices)[0].reshape(raw.shape)
+        S = rescaling_pair(_on_phases(K, self.transposed, self.lattices), self.t, self.log_q)[0]
+        return _off_phases(S, self.transposed, self.lattices).reshape(raw.shape)
 
 
 class AOL(SR):

@@ -255,7 +255,7 @@ class CPLLinear(CPL):
 
     Args:
         in_features: size of input and output.
-        out_features: the same, if given.
+        out_features: the same, or None.
         bias: whether b is learned.
         device: of the parameters.
         dtype: of the parameters.
@@ -273,7 +273,7 @@ class CPLConv2d(CPL):
 
     Args:
         in_channels: channels of input and output.
-        out_channels: the same, if given.
+        out_channels: the same, or None.
         kernel_size: odd.
         stride: 1.
         padding: "same", or what keeps the image size.
@@ -297,7 +297,7 @@ class SLLLinear(SLL):
 
     Args:
         in_features: size of input and output.
-        out_features: the same, if given.
+        out_features: the same, or None.
         bias: whether b is learned.
         device: of the parameters.
         dtype: of the parameters.
@@ -316,7 +316,7 @@ class SLLConv2d(SLL):
 
     Args:
         in_channels: channels of input and output.
-        out_channels: the same, if given.
+        out_channels: the same, or None.
         kernel_size: odd.
         stride: 1.
         padding: "same", or what keeps the image size.

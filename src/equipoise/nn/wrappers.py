@@ -86,15 +86,18 @@ def overlap(pool: Any) -> float:
 
 
 class Lipschitz(nn.Module):
-    """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end, after everything that f is
-    made of.
+    """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end.
 
-    The factor is part of the forward pass (`lipschitz_bound`, `torch.export` and `export` see it) and not a wish
-    handed down to layers that were built before. An f of known constant c > 1, such as another `Lipschitz`, is scaled
+    The factor is part of the forward pass. An f of known constant c > 1, such as another `Lipschitz`, is scaled
     by k/c.
 
     Guarantee: k-Lipschitz, for every value of the parameters. An f whose constant does not follow from its
     construction is refused, unless the caller states it (`inner`).
+
+    Args:
+        constant: k.
+        module: f.
+        inner: a constant of f that you vouch for; by default `known_constant(f)`.
 
     >>> from torch import nn
     >>> f = nn.Sequential(nn.Flatten(), nn.ReLU())
@@ -109,24 +112,25 @@ class Lipschitz(nn.Module):
         require_number(constant, "constant")
         if constant <= 0:
             raise InputError(f"the constant must be a positive number, got {constant}")
-        known = known_constant(module) if inner is None else inner
-        if known is None:
+        bound = known_constant(module) if inner is None else inner
+        if bound is None:
             raise Refused(
                 f"the constant of {type(module).__name__} does not follow from its construction, so {constant:g} could not be "
                 "guaranteed; convert it with equipoise.make_lipschitz, or state its own constant with inner="
             )
-        if not (known >= 0 and math.isfinite(known)):
-            raise InputError(f"the inner constant must be a non-negative number, got {known}")
-        self.constant, self.inner = float(constant), inner
-        self.scale = float(constant) if known <= 1 else deflate(constant / known)
+        if not (bound >= 0 and math.isfinite(bound)):
+            raise InputError(f"the inner constant must be a non-negative number, got {bound}")
+        self.constant = float(constant)
+        self.inner = inner
+        self.scale = float(constant) if bound <= 1 else deflate(constant / bound)
         self.module = module
 
     def _constant(self) -> float | None:
         """The constant, as long as the module is what it was; else what follows from the module that is there now."""
-        known = known_constant(self.module) if self.inner is None else self.inner
-        if known is None:
+        bound = known_constant(self.module) if self.inner is None else self.inner
+        if bound is None:
             return None
-        now = abs(self.scale) if known <= 1 else inflate(abs(self.scale) * known)
+        now = abs(self.scale) if bound <= 1 else inflate(abs(self.scale) * bound)
         return self.constant if now <= inflate(self.constant) else now
 
     lipschitz_upper = by_construction(_constant)
@@ -143,7 +147,12 @@ class Lipschitz(nn.Module):
 class ConvexResidual(nn.Module):
     """`α·x + (1 − α)·f(x)`, α in [0, 1]: a skip connection of constant `α + (1 − α)·Lip(f)`, 1 for a 1-Lipschitz f.
 
-    A plain `x + f(x)` has constant 2. With `learnable=True` α is the sigmoid of a parameter.
+    A plain `x + f(x)` has constant 2.
+
+    Args:
+        module: f.
+        alpha: weight of the identity.
+        learnable: whether α is the sigmoid of a parameter, starting from `alpha`.
 
     >>> ConvexResidual(nn.ReLU(), 0.25)(torch.tensor([[-4.0, 4.0]]))
     tensor([[-1.,  4.]])
@@ -167,13 +176,14 @@ class ConvexResidual(nn.Module):
         return self.fixed
 
     def _constant(self) -> float | None:
-        """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
+        """`|α| + |1 − α|·Lip(f)`, 1 for a convex combination with a 1-Lipschitz f; None if Lip(f) is not known."""
         inner = known_constant(self.module)
-        if inner is not None and self.fixed is not None and not 0 <= self.fixed <= 1:  # set by hand: not convex
-            return inflate(inflate(abs(self.fixed) + abs(1 - self.fixed) * inner))
-        if inner is None or inner <= 1:
-            return None if inner is None else 1.0
-        return inner if self.fixed is None else inflate(self.fixed + (1 - self.fixed) * inner)
+        if inner is None:
+            return None
+        alpha = 0.0 if self.fixed is None else self.fixed  # 0 is the worst of the learned ones
+        if inner <= 1 and 0 <= alpha <= 1:
+            return 1.0
+        return inflate(inflate(abs(alpha) + abs(1 - alpha) * inner))
 
     lipschitz_upper = by_construction(_constant)
 

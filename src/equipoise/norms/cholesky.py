@@ -37,7 +37,7 @@ from equipoise.core.precision import (
     rescaled,
     unit_roundoff,
 )
-from equipoise.norms.gram import gram, gram_bracket, small_side, wide
+from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side
 from equipoise.norms.lanczos import Krylov, krylov, lanczos, random_start
 
 Result = tuple[float, float, Tensor]
@@ -121,6 +121,10 @@ def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
 
     `|G − A*A|_ij ≤ γ·|a_i|ᵀ|a_j|`, so the norm is at most `γ‖A‖_F²` (√2 more for complex numbers), with γ that of the longest
     chain of roundings, a cast of A included; and what underflow may lose.
+
+    Args:
+        A: the matrix.
+        G: its Gram matrix, as `syrk` computed it.
     """
     rows, columns = A.shape
     trace = float(torch.diagonal(G).real.sum(dtype=torch.float64))
@@ -133,18 +137,33 @@ def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
-    """`γ'` of the module's inequality for n×n matrices, real or complex."""
+    """`γ'` of the module's inequality for n×n matrices, real or complex.
+
+    Args:
+        n: size of the matrices.
+        dtype: precision of the factorisation.
+    """
     g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
     return inflate(g / (1 - g))
 
 
 def verification_loss(n: int, dtype: torch.dtype) -> float:
-    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly."""
+    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly.
+
+    Args:
+        n: size of the matrices.
+        dtype: precision of the factorisation.
+    """
     return n * cholesky_gamma(n, dtype) + 4 * unit_roundoff(dtype)
 
 
 def expected_loss(G: Tensor, tau: float) -> float:
-    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision."""
+    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision.
+
+    Args:
+        G: a typical matrix.
+        tau: roughly what it is to be proved below.
+    """
     spread = _predicted_spread(G[None], torch.tensor([tau], dtype=torch.float64), G.dtype)
     return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
@@ -255,7 +274,13 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_below(G: Tensor, tau: float, error: float) -> bool:
-    """`below` for one matrix `(n, n)`."""
+    """`below` for one matrix `(n, n)`.
+
+    Args:
+        G: a Hermitian matrix.
+        tau: the target.
+        error: norm of what G may be off by.
+    """
     return 0 < tau < math.inf and bool(below(G[None], torch.tensor([tau], dtype=torch.float64), error))
 
 
@@ -293,8 +318,8 @@ def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough
 def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, enough: float) -> Result | None:
     """The bracket from `G = syrk(A, dtype)`, which differs from the true Gram matrix by at most `error` in norm.
 
-    The lower end is `√(v*Gv/v*v − error)`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz vector
-    had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
+    The lower end is a Rayleigh quotient `‖Av‖/‖v‖`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
+    vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
     None where float32 cannot reach the tolerance.
     """
     G = syrk(A, dtype)
@@ -307,30 +332,27 @@ def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, e
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
     best[longest] = 1  # the longest column: a lower end that is never 0
-    lower = float(G[longest, longest].real) - error
-    wider = wide(G)
+    lower = deflate(math.sqrt(max(0.0, float(G[longest, longest].real) - error)))
 
     if enough > 0 and start is not None:
-        value = max(lower, _rayleigh(wider, wide(v), size) - error)
+        value = max(lower, float(rayleigh_lower(A, v)))
         tau = deflate(deflate(enough) ** 2)
-        aim = tau if value > 0.8 * tau else math.sqrt(max(value, 0.0) * tau)  # a bound with room lasts for more steps
-        if value < aim and is_below(G, aim, error):
-            upper = enough if aim == tau else inflate(math.sqrt(inflate(aim)))
-            return deflate(math.sqrt(max(value, 0.0))), upper, v
+        aim = tau if value**2 > 0.8 * tau else value * math.sqrt(tau)  # a bound with a margin lasts for more steps
+        if value**2 < aim and is_below(G, aim, error):
+            return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
     slack = 0.9 * max(rtol, 4 * verification_loss(n, torch.float64))
     for attempt in itertools.count(1):
         v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
-        value = _rayleigh(wider, wide(v), size) - error
+        value = float(rayleigh_lower(A, v))
         if value > lower:
             best, lower = v, value
-        low = deflate(math.sqrt(max(lower, 0.0)))
-        tau = (low * (1 + slack)) ** 2
-        # both ends lose the error, the upper one also what the proof loses
-        if dtype is torch.float32 and expected_loss(G, tau) / 2 + error / max(lower, 1e-300) > 0.75 * slack:
+        tau = (lower * (1 + slack)) ** 2
+        # what rounding costs: the error of G twice, and the loss of the proof
+        if dtype is torch.float32 and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack:
             return None
         if tau >= size or is_below(G, tau, error):
-            return low, inflate(math.sqrt(inflate(min(tau, size)))), best
+            return lower, inflate(math.sqrt(inflate(min(tau, size)))), best
         if dtype is torch.float32:
             return None
         if attempt >= 6:
@@ -423,19 +445,13 @@ def _schur_bracket(A: Tensor, V: Tensor, rest: float, rtol: float) -> tuple[floa
     return lower, inflate(math.sqrt(inflate(tau))), V[:, 0].contiguous()
 
 
-def _rayleigh(G: Tensor, v: Tensor, size: float) -> float:
-    """`v*Gv/v*v` in float64, rounded down, for G with `‖G‖_F ≤ 2·size`: the rounding is at most `γ|v|ᵀ|G||v|/v*v ≤ γ‖G‖_F`."""
-    largest = float(v.abs().amax())
-    if not 0 < largest < math.inf:
-        return -math.inf
-    v = v / largest
-    g = gamma(4 * len(v) + 32, torch.float64)
-    value = float(torch.vdot(v, G @ v).real) / float(torch.vdot(v, v).real)
-    return deflate(value) - inflate(g * (2.0 * size + abs(value)))
-
-
 def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lower, upper, v)` of a batch of matrices in float64: Gram iteration for small ones, Cholesky proofs for large ones."""
+    """`(lower, upper, v)` of a batch of matrices in float64: Gram iteration for small ones, Cholesky proofs for large ones.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        rtol: relative gap to reach.
+    """
     if W.dim() == 2 and min(W.shape) >= LARGE:
         lower, upper, v = cholesky_bracket(W, rtol)
         return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v

@@ -78,13 +78,11 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
 
 
 def _why(conv: Convolution, gap: float) -> str:
-    reason = (
-        f"{conv.padding} padding is bounded through the norm of its copies"
-        if conv.padding in ("reflect", "replicate")
-        else "borders keep the operator below its circulant extension"
-        if conv.known
-        else "the symbol is too flat, or the outputs repeat"
-    )
+    reason = "the symbol is too flat, or the outputs repeat"
+    if conv.padding in ("reflect", "replicate"):
+        reason = f"{conv.padding} padding is bounded through the norm of its copies"
+    elif conv.known:
+        reason = "borders keep the operator below its circulant extension"
     return f"gap {gap:.2g}: {reason}"
 
 
@@ -146,21 +144,21 @@ def _lattice_bound(
         low, high, _ = dense_bracket(kernel.flatten(2), tol)
         reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
-    symbol, found = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
-    group = torch.tensor([found.group])
-    G = symbol.gram(group, found.omega[None], torch.float32)[0]
-    start = random_start(G.shape[-1], G) if found.vector is None else found.vector.to(G.dtype)
+    symbol, peak = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
+    group = torch.tensor([peak.group])
+    G = symbol.gram(group, peak.omega[None], torch.float32)[0]
+    start = random_start(G.shape[-1], G) if peak.vector is None else peak.vector.to(G.dtype)
     v = lanczos(G.matmul, start, steps=32, converged=tol / 64)
     if not windows:
-        at_symbol = float(rayleigh_lower(symbol.at(group, found.omega[None])[0], v)) - float(
-            symbol.at_error()[found.group]
+        at_symbol = float(rayleigh_lower(symbol.at(group, peak.omega[None])[0], v)) - float(
+            symbol.at_error()[peak.group]
         )
-        return found.upper, max(0.0, deflate(at_symbol)), None
+        return peak.upper, max(0.0, deflate(at_symbol)), None
     sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
-    lower = windowed_lower(symbol, found.group, found.omega, v, sides)
-    tight = found.upper <= max(enough, (1 + rtol) * lower)
-    wave = None if tight else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
-    return found.upper, lower, wave
+    lower = windowed_lower(symbol, peak.group, peak.omega, v, sides)
+    tight = peak.upper <= max(enough, (1 + rtol) * lower)
+    wave = None if tight else _plane_wave(conv, symbol.adjoint, peak.group, peak.omega, v)
+    return peak.upper, lower, wave
 
 
 def _search(
@@ -181,15 +179,15 @@ def _search(
         return symbol, Search(symbol, tol, budget, enough).over_grid(grid)
     symbol = Symbol.of(kernel, 1000)
     search = Search(symbol, tol, budget, enough)
-    found = search.over_all()
-    if not whole or (found.upper <= enough and not exact):
-        return symbol, found
+    peak = search.over_all()
+    if not whole or (peak.upper <= enough and not exact):
+        return symbol, peak
     value, omega = search.near(grid)
-    if points <= (1400 if found.proved else 16 * budget) and value * (1 + 2 * tol) < found.upper:
+    if points <= (1400 if peak.proved else 16 * budget) and value * (1 + 2 * tol) < peak.upper:
         other = Search(symbol, tol, budget, enough).over_grid(grid)
-        if other.upper < found.upper:
+        if other.upper < peak.upper:
             return symbol, other
-    return symbol, replace(found, omega=omega) if exact else found
+    return symbol, replace(peak, omega=omega) if exact else peak
 
 
 def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor) -> Tensor | None:
@@ -215,6 +213,13 @@ def windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows
 
     `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the
     size.
+
+    Args:
+        symbol: the symbol.
+        group: the group of channels.
+        omega: the frequency `(dims,)`.
+        v: the vector of channels.
+        windows: lengths of the window, one per axis.
     """
     if symbol.correlations is None or any(w < 1 for w in windows):
         return 0.0

@@ -56,6 +56,10 @@ def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
     `iterations = 0` is the Frobenius norm; each iteration squares the ratio σ₂/σ₁ that is left. The gradient of a zero matrix is
     zero. A second derivative is not available and raises.
 
+    Args:
+        W: matrices `(..., m, n)`, real or complex.
+        iterations: Gram iterations.
+
     >>> W = torch.tensor([[3.0, 0.0], [0.0, 1.0]], requires_grad=True)
     >>> s = gram_norm(W)
     >>> s.backward()
@@ -89,7 +93,19 @@ def conv_norm(
     kernel). Only the maximising frequency carries a gradient.
 
     Padding as in `nn.Conv2d`: `padding` is a number of pixels (per axis), "same" (the default) or "valid", `padding_mode` says
-    what stands there; the name of a mode in place of `padding` means «same» in that mode. `amount` gives both sides of each axis.
+    what it holds; the name of a mode in place of `padding` means «same» in that mode. `amount` gives both sides of each axis.
+
+    Args:
+        K: the weight.
+        padding: a number of pixels (per axis), `same`, `valid`, or the name of a padding mode, which means `same` in that mode.
+        stride: as in `nn.Conv2d`.
+        input_size: spatial size of the input; None: the supremum over all sizes.
+        iterations: Gram iterations.
+        padding_mode: what the padding holds.
+        dilation: as in `nn.Conv2d`.
+        groups: as in `nn.Conv2d`.
+        amount: pixels on both sides of each axis, in place of `padding`.
+        grid: points per axis and unit of (k − 1)/2, where the exact grid is finer.
 
     >>> K = torch.randn(4, 4, 3, 3, requires_grad=True)
     >>> bound = conv_norm(K, input_size=16)
@@ -119,7 +135,13 @@ def conv_norm(
 
 
 def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
-    """`conv_norm` of a convolution with its geometry."""
+    """`conv_norm` of a convolution with its geometry.
+
+    Args:
+        conv: the convolution.
+        iterations: Gram iterations.
+        grid: points per axis and unit of (k − 1)/2.
+    """
     _check_iterations(iterations)
     if grid < 4:
         raise InputError(f"grid must be at least 4, got {grid}")
@@ -127,14 +149,14 @@ def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
     factor = 1.0
     lattices: list[Lattice | None]
     if padding == "circular":
-        found = [circular_lattice(axis) for axis in conv.axes]
-        if any(f is None for f in found):
+        pairs = [circular_lattice(axis) for axis in conv.axes]
+        if any(pair is None for pair in pairs):
             raise Refused(
                 f"circular padding with stride {conv.stride} on input size {conv.size}: outputs do not fall on a sublattice of "
                 "the circle; use a size that the stride divides, or spectral_norm for a bound without gradient"
             )
-        lattices = [f[0] for f in found if f is not None]
-        factor = math.prod(f[1] for f in found if f is not None)
+        lattices = [pair[0] for pair in pairs if pair is not None]
+        factor = math.prod(pair[1] for pair in pairs if pair is not None)
     else:
         if padding != "zeros":
             factor = math.prod(padding_norm(axis, padding) for axis in conv.axes)
@@ -152,6 +174,11 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
     """`(s, δ)` with `sup_ω ‖E(ω)‖ ≤ s·(1 + δ)` for real kernels `K (g, co, ci, *taps)`: s float64, with its explicit gradient.
 
     `grid` is the number of points per axis and unit of (k − 1)/2. Products run in float32 where `rounding` is small.
+
+    Args:
+        K: real kernels.
+        iterations: Gram iterations.
+        grid: points per axis and unit of (k − 1)/2.
 
     >>> s, delta = symbol_norm(torch.ones(1, 1, 1, 3, 3), 6, 16)
     >>> bool(9 <= s * (1 + delta) <= 9.5)
@@ -186,6 +213,11 @@ def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> flo
     * a product of the iteration is off by at most `γ·c`, and the error of level i counts `2^−i`.
 
     A root halves all of it; 1.5 stands where 1/2 would do.
+
+    Args:
+        kernel: the shape.
+        frequencies: how many there are.
+        dtype: arithmetic of the products.
     """
     m, c, taps = max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
     if combining_pays(kernel, frequencies):
@@ -229,7 +261,12 @@ def _check_iterations(iterations: int) -> None:
 
 
 def explicit_gradient(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """`(s, ∂s/∂W)` of `s = s_t(W)` for matrices `(..., m, n)`, in 2t − 1 products of the smaller side."""
+    """`(s, ∂s/∂W)` of `s = s_t(W)` for matrices `(..., m, n)`, in 2t − 1 products of the smaller side.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        iterations: Gram iterations.
+    """
     A, e = scaled(small_side(W.resolve_conj()))
     first, log2 = e.double(), e.double()
     power: Tensor | None = None  # Π_{i<t} (A*A)^(2^i) = (A*A)^(2^t − 1), rescaled
@@ -318,7 +355,12 @@ def _back(value: Tensor, e: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def grid_frequencies(sizes: tuple[int, ...], real: bool) -> Tensor:
-    """The points 2πj/n of a grid in float64; for a real kernel one of each pair ±ω, whose symbols are conjugate."""
+    """The points 2πj/n of a grid in float64; for a real kernel one of each pair ±ω, whose symbols are conjugate.
+
+    Args:
+        sizes: points per axis.
+        real: whether the kernel is real.
+    """
     grid = torch.tensor(sizes)
     points = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
     if real:
@@ -436,8 +478,14 @@ class _Moved(_Attached):
 
 
 def attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """`value` as a function of W whose gradient is the given one; an empty gradient leaves the value as it is."""
+    """`value` as a function of W whose gradient is the given one; an empty gradient leaves the value as it is.
+
+    Args:
+        W: the argument.
+        value: the value of the function there.
+        gradient: its gradient, or an empty tensor.
+    """
     if not gradient.numel():
         return value
-    found: Tensor = (_Moved if _moved(W) else _Attached).apply(W, value, gradient)
-    return found
+    result: Tensor = (_Moved if _moved(W) else _Attached).apply(W, value, gradient)
+    return result

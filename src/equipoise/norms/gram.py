@@ -66,7 +66,12 @@ def entries_norm(W: Tensor) -> Tensor:
 
 
 def gram_iterate(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """`(A, log2)` with `W_t = 2^log2·A`, the iterate on the smaller side, rescaled by powers of two."""
+    """`(A, log2)` with `W_t = 2^log2·A`, the iterate on the smaller side, rescaled by powers of two.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        iterations: how many products.
+    """
     A, e = scaled(small_side(W))
     log2 = e.double()
     for _ in range(iterations):
@@ -81,6 +86,11 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     `readout` is the norm taken of the last iterate: `fro` converges super-geometrically, `one` (largest column sum)
     and `inf` (largest row sum) only like 2^-t; at t = 0, where W is not Hermitian, either would be no bound and the root of
     their product is taken. For a bound that also covers rounding use `gram_bracket`.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        iterations: Gram iterations.
+        readout: norm of the last iterate: `fro`, `one` or `inf`.
 
     >>> W = torch.diag(torch.tensor([3.0, 1.0]))
     >>> round(float(gram_norm_plain(W, 4)), 4)
@@ -109,6 +119,11 @@ def gram_bracket(W: Tensor, rtol: float = 1e-3, max_iterations: int = 24) -> tup
 
     The lower end is a Rayleigh quotient `‖Wv‖/‖v‖` in float64, with v the largest column of W_t. The iteration knows
     its own gap and stops at `upper ≤ (1 + rtol)·lower`, or when more products no longer help.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        rtol: relative gap to reach.
+        max_iterations: most products.
     """
     _check(W, max_iterations)
     tall = small_side(W)
@@ -165,6 +180,10 @@ def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor
 
     σ is the Rayleigh quotient `‖Wv‖`, a lower bound up to rounding.
 
+    Args:
+        W: matrices `(..., m, n)`.
+        rtol: relative gap of the bracket at which the iteration stops.
+
     >>> s, u, v = dominant_pair(torch.diag(torch.tensor([3.0, 1.0])))
     >>> round(float(s), 4), bool(torch.allclose(v.abs(), torch.tensor([1.0, 0.0])))
     (3.0, True)
@@ -175,7 +194,12 @@ def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor
 
 
 def complete_pair(W: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(σ, u, v)` of unit length from the vector an iteration found on the smaller side (the left one for a wide W)."""
+    """`(σ, u, v)` of unit length from the vector an iteration found on the smaller side (the left one for a wide W).
+
+    Args:
+        W: matrices `(..., m, n)`.
+        vector: vectors of the smaller side.
+    """
     vector = vector.to(W.dtype)
     vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
     other = (small_side(W) @ vector[..., None])[..., 0]
@@ -190,6 +214,10 @@ def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor,
     Returns `(radius, eigenvalue, eigenvector)`: `radius = ‖A^(2^t)‖_F^(2^-t) ≥ ρ(A)` at every t (in real
     arithmetic); the eigenvector is the largest column of the last power and the eigenvalue its Rayleigh quotient,
     both estimates that are good when one eigenvalue dominates.
+
+    Args:
+        A: square matrices `(..., n, n)`.
+        iterations: how many squarings.
 
     >>> r, value, vector = dominant_eigenpair(torch.tensor([[2.0, 1.0], [0.0, 1.0]]))
     >>> round(float(r), 3), round(float(value), 3)

@@ -48,7 +48,12 @@ def induced_norm(
 
 
 def map_norm(form: Linear, order: Order) -> Bracket:
-    """The same for any linear map without a rounding error of its own (that is known in ℓ2 only)."""
+    """The same for any linear map without a rounding error of its own (that is known in ℓ2 only).
+
+    Args:
+        form: the linear map.
+        order: `l1` or `linf`.
+    """
     if isinstance(form, Adjoint):
         return map_norm(form.conv, "l1" if order == "linf" else "linf")
     if isinstance(form, Diagonal):

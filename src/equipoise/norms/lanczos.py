@@ -13,7 +13,12 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def random_start(n: int, like: Tensor) -> Tensor:
-    """A fixed Gaussian start vector of length n (the same every time, so that results are reproducible)."""
+    """A fixed Gaussian start vector of length n (the same every time, so that results are reproducible).
+
+    Args:
+        n: its length.
+        like: a tensor of the type and device that it gets.
+    """
     generator = torch.Generator().manual_seed(0)
     return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
@@ -103,7 +108,13 @@ def lanczos(multiply: Operator, start: Tensor, steps: int, converged: float = 0.
 
 
 def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Callable[[Krylov], bool]:
-    """True if the Ritz value is `enough`, or rose by no more than `share` in the last `calls` calls."""
+    """True if the Ritz value is `enough`, or rose by no more than `share` in the last `calls` calls.
+
+    Args:
+        share: relative gain that is not worth another step.
+        calls: over how many calls the gain is counted.
+        enough: a Ritz value that suffices.
+    """
     values: list[float] = []
 
     def stop(space: Krylov) -> bool:

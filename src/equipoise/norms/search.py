@@ -56,7 +56,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class SymbolBound:
-    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies.
+    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`.
 
     `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
     """
@@ -64,7 +64,6 @@ class SymbolBound:
     upper: float
     group: int
     omega: Tensor
-    evaluated: int
     proved: bool
     vector: Tensor | None = None
 
@@ -74,6 +73,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
 
     As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
     are kept, need the planes that are their own mirror image whole.
+
+    Args:
+        symbol: the symbol.
+        sizes: points per axis.
+        points: whether the cells are points.
     """
     dims, real = len(sizes), not symbol.kernel.is_complex()
     counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]
@@ -143,7 +147,7 @@ class Search:
         cells = grid_cells(self.symbol, sizes, points=False)
         cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
         if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
-            return SymbolBound(math.inf, 0, self.where[1], 0, False)
+            return SymbolBound(math.inf, 0, self.where[1], False)
         self._scout(cells)
         self._choose_dtype()
         self._climb(cells.half)
@@ -281,7 +285,7 @@ class Search:
             stubborn = 0 if self.target > before else stubborn + 1
         reached = 0 < self.target <= deflate(self.enough * self.enough)
         upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, proved, self.vector)
+        return SymbolBound(upper, self.where[0], self.where[1], proved, self.vector)
 
 
 def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,12 @@ class Symbol:
         return symbol_energy(self.kernel)
 
     def at(self, groups: Tensor, omega: Tensor) -> Tensor:
-        """`E(ω)` itself as complex128 `(F, m, c)`, for few frequencies; off by at most `at_error`."""
+        """`E(ω)` itself as complex128 `(F, m, c)`, for few frequencies; off by at most `at_error`.
+
+        Args:
+            groups: one group per row `(F,)`.
+            omega: one frequency per row `(F, dims)`.
+        """
         return torch.complex(*self._parts(groups, omega, torch.float64))
 
     def at_error(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -193,7 +198,13 @@ class Symbol:
         return 8 * (c * c + direct)
 
     def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
-        """`E*E(ω)` `(F, c, c)`, each row for its own group, in the complex type of a real `dtype`."""
+        """`E*E(ω)` `(F, c, c)`, each row for its own group, in the complex type of a real `dtype`.
+
+        Args:
+            groups: one group per row `(F,)`.
+            omega: one frequency per row `(F, dims)`.
+            dtype: float32 or float64.
+        """
         if self.correlations is None:
             re, im = self._parts(groups, omega, dtype)
             cross = re.mT @ im
@@ -207,6 +218,11 @@ class Symbol:
         """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`.
 
         Each inner product of coefficients of length c² is off by at most γ times the product of their lengths.
+
+        Args:
+            groups: one group per row `(F,)`.
+            omega: one frequency per row `(F, dims)`.
+            dtype: float32 or float64.
         """
         if self.correlations is None:
             return frobenius(self.gram(groups, omega, dtype))

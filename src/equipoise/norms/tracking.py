@@ -249,8 +249,8 @@ def _padding_factor(conv: Convolution) -> float:
     """How much larger than its symbol the operator can be because of padding, rounded up; 1 for zeros."""
     if conv.padding == "circular":
         lattices = [circular_lattice(axis) for axis in conv.axes]
-        if all(found is not None for found in lattices):
-            return inflate(math.prod(found[1] for found in lattices if found is not None))
+        if all(pair is not None for pair in lattices):
+            return inflate(math.prod(pair[1] for pair in lattices if pair is not None))
     return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))
 
 

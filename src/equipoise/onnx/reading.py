@@ -124,7 +124,7 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
     shapes = {key: _input_shape(value, name) for key, value in inputs.items()}
     dtypes = {key: DTYPES[value.type.tensor_type.elem_type] for key, value in inputs.items()}
 
-    nodes = tuple(reader.nodes(graph.node, {}, ()))
+    nodes = _join_softplus(list(reader.nodes(graph.node, {}, ())), reader.constants)
     if len(nodes) > MOST_NODES:
         raise Refused(f"{name} has {len(nodes):,} nodes; at most {MOST_NODES:,} are read from a file")
 
@@ -135,6 +135,26 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
     declared = {value.name: _sizes(value) for value in stated if value.type.tensor_type.HasField("shape")}
     outputs = tuple(output.name for output in graph.output)
     return Graph(shapes, dtypes, reader.constants, nodes, outputs, declared)
+
+
+def _join_softplus(nodes: list[Spec], constants: Mapping[str, Tensor]) -> tuple[Spec, ...]:
+    """`Where(x > 20, x, Softplus(x))`, as PyTorch's exporter writes it, read as the softplus that it stands for.
+
+    The two differ by at most `log(1 + e⁻²⁰) = 2.1·10⁻⁹`, as PyTorch's own softplus does.
+    """
+    makers = {name: spec for spec in nodes for name in spec.outputs}
+    for place, spec in enumerate(nodes):
+        if spec.kind != "Where" or len(spec.inputs) != 3:
+            continue
+        greater, softplus = makers.get(spec.inputs[0]), makers.get(spec.inputs[2])
+        if greater is None or softplus is None or (greater.kind, softplus.kind) != ("Greater", "Softplus"):
+            continue
+        x = spec.inputs[1]
+        thresholds = [constants[name] for name in greater.inputs if name in constants]
+        joined = len(thresholds) == 1 and thresholds[0].dim() == 0 and float(thresholds[0]) >= 20
+        if joined and greater.inputs[:-1] == softplus.inputs == (x,):
+            nodes[place] = replace(spec, kind="Identity", inputs=softplus.outputs)
+    return tuple(nodes)
 
 
 def _opset(model: Any, name: str) -> int:

@@ -9,7 +9,7 @@ from equipoise.regularizers.decay import (
     smoothed_cross_entropy,
     taylor_penalty,
 )
-from equipoise.regularizers.flatness import AnticorrelatedNoise, frozen_statistics, smoothed_loss
+from equipoise.regularizers.flatness import frozen_statistics, smoothed_loss
 from equipoise.regularizers.huggingface import decay_in_trainer
 from equipoise.regularizers.noise import (
     add_noise,
@@ -29,7 +29,7 @@ from equipoise.regularizers.selection import select_layers
 from equipoise.regularizers.spectral import SpectralPenalty, layer_bound
 
 __all__ = [
-    "ActivationDecay", "AnticorrelatedNoise", "FrobeniusPenalty", "LayerwiseDecay", "OrthogonalityPenalty",
+    "ActivationDecay", "FrobeniusPenalty", "LayerwiseDecay", "OrthogonalityPenalty",
     "SmoothedLoss", "SpectralPenalty", "add_noise", "centred_penalty",
     "clip_weights_", "consistency_loss", "decay_in_trainer", "frozen_statistics", "input_gradient_penalty",
     "jensen_penalty", "layer_bound", "noisy_copies", "operator_norm", "project_", "select_layers",

@@ -39,6 +39,10 @@ def jensen_penalty(h: Tensor, sigma: float) -> Tensor:
     Proof: `Δh ~ N(0, σ²‖h‖² I)`. The linear part `−y·Δh` has mean zero (also for soft labels that sum to one) and Jensen's
     inequality moves the mean of the log-sum-exp inside the logarithm, where `E exp((Δh)_j) = exp(σ²‖h‖²/2)`.
 
+    Args:
+        h: activations (N, d).
+        sigma: standard deviation of the noise on the weights.
+
     >>> jensen_penalty(torch.tensor([[3.0, 4.0]]), 0.2).item()
     0.5
     """
@@ -51,6 +55,11 @@ def centred_penalty(h: Tensor, sigma: float, classes: int) -> Tensor:
     Cross-entropy does not see what is added to all logits alike, so Jensen's inequality may be applied to `Δh` minus its
     mean over the classes, whose entries have variance `(1 − 1/c)·σ²‖h‖²`.
 
+    Args:
+        h: activations (N, d).
+        sigma: standard deviation of the noise on the weights.
+        classes: number of classes.
+
     >>> round(centred_penalty(torch.tensor([[3.0, 4.0]]), 0.2, classes=2).item(), 4)
     0.25
     """
@@ -59,6 +68,11 @@ def centred_penalty(h: Tensor, sigma: float, classes: int) -> Tensor:
 
 def taylor_penalty(h: Tensor, logits: Tensor, sigma: float) -> Tensor:
     """`(σ²/2)·‖h‖²·Σ_i ŷ_i(1 − ŷ_i)` per row with `ŷ = softmax(logits)`: second order in σ, and no bound.
+
+    Args:
+        h: activations (N, d).
+        logits: (N, c).
+        sigma: standard deviation of the noise on the weights.
 
     >>> round(taylor_penalty(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2), 0.2).item(), 4)
     0.25
@@ -274,7 +288,9 @@ class ActivationDecay(_Watching):
 
     def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         super()._end(model, args, kwargs, output)
-        if self._calls:
+        if output is None:  # the pass failed on its way to the last layer
+            self._calls = []
+        elif self._calls:
             self.name = self._calls[0][0]
             self._layers = {self.name: self._layers[self.name]}
         elif isinstance(output, Tensor):

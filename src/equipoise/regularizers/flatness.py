@@ -1,10 +1,10 @@
-"""Training for flat minima: noise on the weights, and anticorrelated noise.
+"""Training for flat minima: noise on the weights.
 
 SAM and ASAM are `pytorch_optimizer.SAM`; run its second pass under `frozen_statistics`, so that batch-norm statistics move
 once per step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -78,53 +78,6 @@ def smoothed_loss(
             value = loss(torch.func.functional_call(model, tensors, (inputs,), tie_weights=False))
         total = value if i == 0 else total + value
     return total / samples
-
-
-class AnticorrelatedNoise:
-    """Anti-PGD: `θ_{k+1} = θ_k − η∇L(θ_k) + (ξ_{k+1} − ξ_k)`, the noise of one step taken back in the next.
-
-    Call `step()` after `optimizer.step()`; `finish()` takes the last noise back, so that what is kept is the plain iterate.
-    Reference: Orvieto et al. 2022.
-
-    >>> model = nn.Linear(2, 2)
-    >>> before = model.weight.detach().clone()
-    >>> noise = AnticorrelatedNoise(model.parameters(), sigma=0.1)
-    >>> noise.step()
-    >>> noise.finish()
-    >>> torch.allclose(model.weight, before, atol=1e-6)
-    True
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], sigma: float, generator: torch.Generator | None = None) -> None:
-        self.sigma = require_number(sigma, "sigma", least=0)
-        self.parameters, self.generator = list(parameters), generator
-        self.noise = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Draw the next noise, take the last one back."""
-        for i, p in enumerate(self.parameters):
-            fresh = self.sigma * _noise_like(p, self.generator)
-            p.add_(fresh - self.noise[i])
-            self.noise[i] = fresh
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Take the last noise back; a later `step()` starts anew."""
-        for i, p in enumerate(self.parameters):
-            p.sub_(self.noise[i])
-            self.noise[i] = torch.zeros_like(self.noise[i])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The noise that is in the parameters now."""
-        return {str(i): noise.clone() for i, noise in enumerate(self.noise)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state_dict` was taken."""
-        noise = [state[key].clone() for key in sorted(state, key=int)]
-        if [n.shape for n in noise] != [n.shape for n in self.noise]:
-            raise InputError("this state belongs to other parameters: the shapes differ")
-        self.noise = noise
 
 
 def _noise_like(p: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -27,6 +27,11 @@ def decay_in_trainer(trainer: AnyTrainer, sigma: float = 0.1, layer: str | None 
     every part is averaged on its own, the `Trainer`'s combination of the parts' means. Which of the two it is, is measured
     once, at the first part, on a loss with twice the number of items. The evaluation loss is left alone.
     `trainer.activation_decay` is the `ActivationDecay`.
+
+    Args:
+        trainer: with a model.
+        sigma: standard deviation of the noise.
+        layer: name of the layer, default the last one called.
     """
     host: Any = trainer
     if not callable(getattr(host, "compute_loss", None)) or getattr(host, "model", None) is None:
@@ -58,7 +63,12 @@ def decay_in_trainer(trainer: AnyTrainer, sigma: float = 0.1, layer: str | None 
 
 
 def trainer_penalty(ad: ActivationDecay, labels: Tensor) -> Tensor:
-    """The mean penalty over the positions that carry a label."""
+    """The mean penalty over the positions that carry a label.
+
+    Args:
+        ad: attached to the model.
+        labels: of the batch.
+    """
     mask = torch.ones(len(labels), device=labels.device) if labels.is_floating_point() else labels != IGNORED
     return ad(mask)
 
@@ -79,8 +89,8 @@ def _divides(model: Any, loss: Callable[[Any], Tensor], items: Any) -> list[bool
 
 def _scale(trainer: Any, labels: Tensor, items: Any, divided: bool) -> float:
     """What the mean loss of this part of the batch was multiplied by: `own items/items` where it is divided by all of them."""
-    told = bool(getattr(trainer, "model_accepts_loss_kwargs", False)) or trainer.compute_loss_func is not None
-    if items is None or not told:
+    passes_items = bool(getattr(trainer, "model_accepts_loss_kwargs", False)) or trainer.compute_loss_func is not None
+    if items is None or not passes_items:
         return 1.0
     processes = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
     if not divided:

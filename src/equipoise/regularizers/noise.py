@@ -26,6 +26,11 @@ Model = nn.Module | Callable[[Tensor], Tensor]
 def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None = None) -> Tensor:
     """`x + N(0, σ²I)`: the augmentation under which a base classifier is smoothed (Cohen et al. 2019).
 
+    Args:
+        x: a batch of floating-point inputs.
+        sigma: noise level.
+        generator: source of the draws.
+
     >>> add_noise(torch.zeros(2, 3), 0.5).shape
     torch.Size([2, 3])
     """
@@ -35,6 +40,12 @@ def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None = None)
 
 def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generator | None = None) -> Tensor:
     """`(copies·N, ...)`: the batch `copies` times over, each with its own noise.
+
+    Args:
+        x: a batch of floating-point inputs.
+        sigma: noise level.
+        copies: noisy copies of every input.
+        generator: source of the draws.
 
     >>> noisy_copies(torch.zeros(2, 3), 0.5, copies=4).shape
     torch.Size([8, 3])
@@ -57,6 +68,16 @@ def consistency_loss(
     """Cross-entropy on noisy copies plus a pull of their predictions to their mean (Jeong and Shin 2020):
 
     `mean_i CE(F(x+δ_i), y) + λ·mean_i KL(F̂ ‖ F(x+δ_i)) + η·H(F̂)` with `F̂ = mean_i F(x+δ_i)`, λ = `weight`, η = `entropy`.
+
+    Args:
+        model: the network.
+        x: a batch of floating-point inputs.
+        y: labels.
+        sigma: noise level.
+        copies: noisy copies of every input.
+        weight: factor of the consistency or penalty term.
+        entropy: η.
+        generator: source of the draws.
 
     >>> model = nn.Linear(4, 3)
     >>> consistency_loss(model, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), sigma=0.25).backward()
@@ -89,6 +110,17 @@ def smooth_adversarial(
 
     `x' = argmax_{‖x' − x‖₂ ≤ ε} −log mean_i F_y(x' + δ_i)` by projected gradient ascent; the same noise δ_i is used for the
     ascent and for the training step that follows. The model's mode and the gradients of its parameters are left as they are.
+
+    Args:
+        model: the network.
+        x: a batch of floating-point inputs.
+        y: labels.
+        sigma: noise level.
+        epsilon: radius of the ball.
+        steps: of the ascent.
+        copies: noisy copies of every input.
+        step_size: default `2ε/steps`.
+        generator: source of the draws.
 
     >>> model = nn.Linear(4, 3)
     >>> noisy, labels = smooth_adversarial(model, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), sigma=0.25, epsilon=0.5)
@@ -148,6 +180,14 @@ def smoothed_scores(
 ) -> tuple[Tensor, Tensor]:
     """`mean_i τ(f(x + δ_i))` over noisy copies (N, c), and the logits of the first copy.
 
+    Args:
+        model: the network.
+        x: a batch of floating-point inputs.
+        sigma: noise level.
+        map: from logits to the simplex.
+        copies: noisy copies of every input.
+        generator: source of the draws.
+
     >>> scores, _ = smoothed_scores(torch.nn.Linear(4, 3), torch.randn(5, 4), 0.25, SimplexMap("softmax"), copies=4)
     >>> bool((scores.sum(1) - 1).abs().max() < 1e-5)
     True
@@ -158,6 +198,10 @@ def smoothed_scores(
 
 def soft_vote_loss(scores: Tensor, y: Tensor) -> Tensor:
     """`−log F̂_y`: the likelihood of the soft vote, not of single noisy copies.
+
+    Args:
+        scores: smoothed scores (N, c).
+        y: labels.
 
     >>> round(float(soft_vote_loss(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))), 4)
     0.6931
@@ -223,6 +267,15 @@ def input_gradient_penalty(
     bound of the Lipschitz constant. In training mode samples should not see each other: batch normalisation mixes them.
 
     References: Drucker and Le Cun 1991; Gulrajani et al. 2017; Petzka et al. 2018 (one-sided).
+
+    Args:
+        model: the network.
+        x: a batch of floating-point inputs.
+        y: labels.
+        target: γ.
+        two_sided: whether slopes below γ count too.
+        loss: a mean over the samples.
+        weight: factor of the consistency or penalty term.
 
     >>> critic = nn.Linear(2, 1, bias=False)
     >>> _ = critic.weight.data.copy_(torch.tensor([[3.0, 4.0]]))

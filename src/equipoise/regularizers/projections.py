@@ -79,6 +79,11 @@ def operator_norm(module: nn.Module, p: Exponent = 2, input_size: int | tuple[in
     outputs (p = 1) or inputs (p = ∞) of one channel, times the number of copies padding makes of a pixel for p = 1. Borders and
     strides can only lower it. p = 2 is the upper end of `equipoise.spectral_norm`.
 
+    Args:
+        module: the layer.
+        p: 1, 2 or ∞ (`math.inf`).
+        input_size: spatial size of its input; without it the bound holds for every size.
+
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, -2.0], [0.0, 4.0]]))
     >>> [round(float(operator_norm(layer, p)), 3) for p in (1, math.inf)]
@@ -119,6 +124,14 @@ def project_(
     the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for
     every size. Reference: Gouk et al. 2021, algorithm 1.
 
+    Args:
+        model: the network.
+        p: 1, 2 or ∞ (`math.inf`).
+        radius: λ.
+        only: module types.
+        names: glob or compiled pattern over module names, or several.
+        input_sizes: spatial input size by layer name, for p = 2.
+
     >>> net = nn.Linear(2, 2, bias=False)
     >>> _ = net.weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0])))
     >>> bounds = project_(net, p=2, radius=1.5)
@@ -151,6 +164,12 @@ def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size
 @torch.no_grad()
 def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, names: Names = None) -> None:
     """`W ← clamp(W, −c, c)` elementwise for chosen layers (Arjovsky et al. 2017).
+
+    Args:
+        model: the network.
+        limit: c.
+        only: module types.
+        names: glob or compiled pattern over module names, or several.
 
     >>> net = nn.Linear(3, 3)
     >>> clip_weights_(net, 0.01)

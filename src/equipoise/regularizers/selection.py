@@ -31,6 +31,10 @@ LINEAR_MAPS: tuple[type[nn.Module], ...] = (
 def name_matches(name: str, names: Names) -> bool:
     """Whether a dotted module name is meant: a string is a glob over the whole name, a compiled pattern is searched for.
 
+    Args:
+        name: of the layer.
+        names: glob, compiled pattern, several of them, or None for all.
+
     >>> name_matches("layer1.0.conv1", "layer*"), name_matches("fc", re.compile(r"^layer\\d")), name_matches("fc", None)
     (True, False, True)
     """
@@ -44,6 +48,11 @@ def name_matches(name: str, names: Names) -> bool:
 def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None) -> dict[str, nn.Module]:
     """The layers of `model` by name, in module order; a shared layer stands once; refused where nothing matches.
 
+    Args:
+        model: the network.
+        only: module types.
+        names: glob, compiled pattern, several of them, or None for all.
+
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> list(select_layers(net)), list(select_layers(net, names="2"))
     (['0', '2'], ['2'])
@@ -52,17 +61,17 @@ def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = No
     kinds = only if isinstance(only, tuple) else (only,)
     unknown = [kind.__name__ for kind in kinds if not issubclass(kind, LINEAR_MAPS)]
     if unknown or not kinds:
-        known = ", ".join(kind.__name__ for kind in LINEAR_MAPS)
-        raise InputError(f"only takes subclasses of {known}; got {', '.join(unknown) or 'nothing'}")
-    found = {
+        kinds_of_layers = ", ".join(kind.__name__ for kind in LINEAR_MAPS)
+        raise InputError(f"only takes subclasses of {kinds_of_layers}; got {', '.join(unknown) or 'nothing'}")
+    layers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, kinds) and name_matches(name, names)
     }
-    if not found:
+    if not layers:
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise InputError(f"no {wanted} of this model has a name that matches {names!r}; see model.named_modules()")
-    return found
+    return layers
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -88,7 +97,12 @@ def plain_weight(name: str, module: nn.Module, attribute: str = "weight") -> nn.
 
 
 def as_matrix(name: str, module: nn.Module) -> Tensor:
-    """The weight as a matrix with one row per output; refused for grouped layers, which are several matrices."""
+    """The weight as a matrix with one row per output; refused for grouped layers, which are several matrices.
+
+    Args:
+        name: of the layer.
+        module: the layer.
+    """
     weight = weight_of(module)
     if getattr(module, "groups", 1) != 1:
         raise InputError(f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names=")

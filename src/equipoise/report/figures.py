@@ -58,7 +58,12 @@ def labels(series: Sequence[Series]) -> list[str]:
 
 
 def thinned(points: Floats, limit: int = POINTS) -> Floats:
-    """At most `limit` of the sorted distinct values, the first and the last included."""
+    """At most `limit` of the sorted distinct values, the first and the last included.
+
+    Args:
+        points: values; infinite ones are left out.
+        limit: how many are kept.
+    """
     values = np.unique(points[np.isfinite(points)])
     if len(values) <= limit:
         return values

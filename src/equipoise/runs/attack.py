@@ -209,7 +209,12 @@ class _Attacker:
         self.certified = self.run.certified(self.results)
 
     def radii(self, row: Row, levels: Sequence[float]) -> list[float]:
-        """The radii at which an input is attacked, sorted: inside and beyond its certificate, and the given ones."""
+        """The radii at which an input is attacked, sorted: inside and beyond its certificate, and further ones.
+
+        Args:
+            row: of the input.
+            levels: the further radii.
+        """
         if row.failure is not None:
             return []
         radius = self.certified[row.id]
@@ -219,7 +224,13 @@ class _Attacker:
         return sorted(own | set(levels))
 
     def attack(self, item: Item, row: Row, radii: Sequence[float]) -> list[AttackRow]:
-        """One row for each radius of an input, from the smallest on; an input that cannot be attacked is a failure."""
+        """One row for each radius of an input, from the smallest on; an input that cannot be attacked is a failure.
+
+        Args:
+            item: the input.
+            row: its stored row.
+            radii: sorted.
+        """
         try:
             if item.problem is not None:
                 raise Refused(item.problem)
@@ -242,7 +253,12 @@ class _Attacker:
         fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
         def counts(z: Tensor, distance: float) -> bool:
-            """Whether a success counts: a smoothed one inside a certificate only if fresh draws confirm it."""
+            """Whether a success counts: a smoothed one inside a certificate only if fresh draws confirm it.
+
+            Args:
+                z: the misclassified point.
+                distance: of z to the input.
+            """
             if self.kind == "base" or distance >= certified:
                 return True
             return self._wrong(z, y, simplex, fresh, 10 * self.votes, CONFIRMED)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -452,7 +453,7 @@ class PreflightReport:
         texts = [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
         lines = [f"{', '.join(texts)} ({self.inputs} inputs, estimates)"] if texts else []
         if self.draws:
-            lines.append(f"about {self.seconds / 60:.1f} minutes with one worker: {self.draws:,} draws")
+            lines.append(f"about {timedelta(seconds=round(self.seconds))} with one worker: {self.draws:,} draws")
         return lines + [f"warning: {self.warning}"] * bool(self.warning)
 
 

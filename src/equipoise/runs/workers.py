@@ -128,7 +128,12 @@ class SampledWorker(Worker):
         self.counter = spec.classifier().like(Counting)
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """Votes of the selection and of the estimation draws, and the moments of soft votes."""
+        """Votes of the selection and of the estimation draws, and the moments of soft votes.
+
+        Args:
+            item: the input.
+            x: its numbers, on the worker's device.
+        """
         settings = self.spec.settings
         require_dimension(settings, x)
         counter = self.counter
@@ -206,7 +211,14 @@ class Counting(SmoothedClassifier):
     votes: dict[Stream, Ints]
 
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
-        """As `SmoothedClassifier.logits`."""
+        """As `SmoothedClassifier.logits`.
+
+        Args:
+            x: one input.
+            n: number of draws.
+            input_id: key of the noise.
+            stream: which sample.
+        """
         for out in super().logits(x, n, input_id=input_id, stream=stream):
             self.votes[stream] += count_votes(out).cpu().numpy()
             yield out
@@ -228,7 +240,12 @@ class ProvedWorker(Worker):
         )
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """The radius, what limits it, and the radius of the deployed forward pass if wanted."""
+        """The radius, what limits it, and the radius of the deployed forward pass if wanted.
+
+        Args:
+            item: the input.
+            x: its numbers.
+        """
         assert self.spec.example is not None
         expected = tuple(self.spec.example.shape)
         if tuple(x.shape) != expected:

@@ -47,7 +47,12 @@ class Moments:
 
     @classmethod
     def of(cls, scores: Floats, shift: Floats | None = None) -> Moments:
-        """Statistics of bucket scores (N, n, B)."""
+        """Statistics of bucket scores (N, n, B).
+
+        Args:
+            scores: bucket or class scores (N, n, …).
+            shift: what is subtracted from the scores, fixed before the sample; default: their mean.
+        """
         if scores.ndim != 3 or scores.shape[1] < 1:
             raise InputError(f"expected scores of shape (inputs, draws, buckets), got {scores.shape}")
         centre = scores.mean(axis=1) if shift is None else shift
@@ -57,7 +62,12 @@ class Moments:
 
     @classmethod
     def of_counts(cls, counts: Floats, n: Floats) -> Moments:
-        """Statistics of hard votes from counts per bucket (N, B): a vote is 0 or 1, and never for two buckets at once."""
+        """Statistics of hard votes from counts per bucket (N, B): a vote is 0 or 1, and never for two buckets at once.
+
+        Args:
+            counts: votes, (N, c) or per bucket (N, B).
+            n: draws (N,).
+        """
         counts = counts.astype(np.float64)
         cross = np.zeros_like(counts)
         cross[:, 0] = counts[:, 0]
@@ -106,7 +116,12 @@ class Moments:
 
 
 def bucket_scores(scores: Floats, partition: Partition) -> Floats:
-    """(N, n, c) class scores → (N, n, B) bucket scores; where rounding carries a sum beyond 1 it is 1."""
+    """(N, n, c) class scores → (N, n, B) bucket scores; where rounding carries a sum beyond 1 it is 1.
+
+    Args:
+        scores: bucket or class scores (N, n, …).
+        partition: the buckets.
+    """
     inputs, draws, classes = scores.shape
     flat = scores.reshape(inputs * draws, classes)
     order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
@@ -122,7 +137,12 @@ class Smoothness:
 
     @classmethod
     def of(cls, lipschitz: Any, pair: Any = None) -> Smoothness:
-        """Read constants: only upper bounds are let through; that of a pair defaults to twice the component's."""
+        """Read constants: only upper bounds are let through; that of a pair defaults to twice the component's.
+
+        Args:
+            lipschitz: upper bound of one component, or None.
+            pair: upper bound of a difference of two.
+        """
         if lipschitz is None:
             return cls()
         if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
@@ -170,7 +190,12 @@ class Bounds:
     radius: Floats
 
     def where(self, mask: NDArray[np.bool_], other: Bounds) -> Bounds:
-        """These bounds where `mask` holds, the other ones elsewhere."""
+        """These bounds where `mask` holds, the other ones elsewhere.
+
+        Args:
+            mask: where to keep these bounds.
+            other: the bounds elsewhere.
+        """
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Bounds(*(np.where(mask, a, b) for a, b in pairs))
 
@@ -188,6 +213,15 @@ def count_bounds(
 
     The upper bound grows with the count, so the largest bucket decides; `p̄ ≤ 1 − p̲` comes free on the same event.
     Rows without a draw certify nothing. `ties` (N, 2) are uniform numbers drawn before the sample: randomized bounds.
+
+    Args:
+        counts: votes, (N, c) or per bucket (N, B).
+        n: draws (N,).
+        partition: the buckets.
+        noise: its level and variation.
+        top: risk (N,) of the lower bound of the class.
+        rival: risk (N,) of the upper bound of each other bucket.
+        ties: uniform numbers (N, 2) drawn before the sample, or None.
     """
     hits = partition.gather(counts.astype(np.float64))
     n = np.maximum(n, 1.0)
@@ -246,14 +280,23 @@ def _mean_bound(mean: Floats, var: Floats, n: Floats, risk: Floats, scale: Float
     bernstein = empirical_bernstein(mean, var, n, risk, side)
     shortest = 7 * np.log(2 / risk) / (3 * (n - 1))  # of Bernstein's, at variance 0
     shorter = scale * np.sqrt(2 * np.log(1 / risk) / n) < shortest
-    known = np.where(shorter, scale, 0.0)
-    return np.where(shorter, lipschitz_interval(mean, n, risk, known, side), bernstein)
+    short = lipschitz_interval(mean, n, risk, np.where(shorter, scale, 0.0), side)
+    return np.where(shorter, short, bernstein)
 
 
 def sample_bounds(
     scores: Floats, partition: Partition, noise: Gaussian, top: Any, rival: Any, smoothness: Smoothness = UNKNOWN
 ) -> Bounds:
-    """The same with betting intervals, which need the bucket scores (N, n, B) themselves."""
+    """The same with betting intervals, which need the bucket scores (N, n, B) themselves.
+
+    Args:
+        scores: bucket or class scores (N, n, …).
+        partition: the buckets.
+        noise: its level and variation.
+        top: risk (N,) of the lower bound of the class.
+        rival: risk (N,) of the upper bound of each other bucket.
+        smoothness: Lipschitz constants of the scores.
+    """
     lower = betting(scores[:, :, 0], top, "lower")
     others = np.moveaxis(scores[:, :, 1:], 2, 1)
     upper = betting(others, np.broadcast_to(_column(rival), others.shape[:2]), "upper")
@@ -261,7 +304,15 @@ def sample_bounds(
 
 
 def two_sided(lower: Floats, upper: Floats, partition: Partition, noise: Gaussian, smoothness: Smoothness) -> Bounds:
-    """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the radius."""
+    """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the radius.
+
+    Args:
+        lower: lower bounds (N,) of the class.
+        upper: upper bounds (N, B − 1) of the other buckets.
+        partition: the buckets.
+        noise: its level and variation.
+        smoothness: Lipschitz constants of the scores.
+    """
     lower = noise.below(lower)
     cap = np.minimum(complement(lower) + 1e-9, 1.0)  # soft scores sum to 1 up to rounding (checked where they come in)
     worst = noise.above(np.where(partition.present()[:, 1:], upper, 0.0).max(axis=1))
@@ -277,6 +328,13 @@ def margin_bounds(
     `h̃` crosses ½ where class b overtakes, so `R_b = ψ_h(h̲_b) − ψ_h(½)` with `L_h = Lip(F_y − F_k)/2`; the smallest
     counts. One of the buckets holds the true worst rival, whose margin is at least the bucket's: if the bound of that
     bucket holds, so does the smallest of all.
+
+    Args:
+        moments: of the bucket scores.
+        partition: the buckets.
+        noise: its level and variation.
+        risk: full risk (N,).
+        smoothness: Lipschitz constants of the scores.
     """
     mean, var = moments.gap
     low_mean = np.clip(mean[:, 1:] - moments.rounding, 0, 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,12 @@ class Certificates:
         return int(np.size(self.prediction))
 
     def accuracy(self, labels: ArrayLike, epsilon: ArrayLike = 0.0) -> Floats:
-        """Certified accuracy at each ε: the share of inputs predicted right with radius ≥ ε."""
+        """Certified accuracy at each ε: the share of inputs predicted right with radius ≥ ε.
+
+        Args:
+            labels: class numbers.
+            epsilon: radii.
+        """
         return certified_accuracy(self.radius, self._correct(labels), epsilon)
 
     def average_radius(self, labels: ArrayLike) -> float:
@@ -71,32 +75,6 @@ class Certificates:
         if labels.shape != self.prediction.shape:
             raise InputError(f"labels have shape {labels.shape}, the certificates {self.prediction.shape}")
         return np.asarray((self.prediction == labels) & ~self.abstain)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers; radii keep every digit."""
-        return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in asdict(self).items()}
-
-    def to_json(self) -> str:
-        """One JSON object; infinite radii are written as the string "inf", so any JSON parser reads it."""
-        plain = self.to_dict()
-        plain["radius"] = _finite(plain["radius"])
-        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Certificates:
-        """The inverse of `to_json`."""
-        plain = json.loads(text)
-        for key in ("prediction", "selected", "buckets", "draws"):
-            plain[key] = np.asarray(plain[key], dtype=np.int64)
-        for key in ("radius", "p_lower", "p_upper"):
-            plain[key] = np.asarray(plain[key], dtype=np.float64)
-        return cls(**plain)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return value if np.isfinite(value) else "inf"
 
 
 _LARGEST = 1_000_000_000  # bytes of a log
@@ -154,7 +132,14 @@ def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:
 
 
 def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, idx: ArrayLike | None = None) -> None:
-    """Write certificates in Cohen's format, radii rounded *down* to four digits."""
+    """Write certificates in Cohen's format, radii rounded *down* to four digits.
+
+    Args:
+        path: of the file.
+        certificates: of one batch.
+        labels: class numbers.
+        idx: names of the inputs, default 0 … N − 1.
+    """
     if not isinstance(certificates, Certificates):
         raise InputError(f"expected Certificates, got {describe(certificates)}")
     labels = np.asarray(labels, dtype=np.int64)

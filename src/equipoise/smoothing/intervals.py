@@ -40,6 +40,12 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     incomplete beta function, evaluated, is below α by more than its own error.
     Guarantee: coverage ≥ 1 − α for every p and n. Reference: Clopper & Pearson (1934).
 
+    Args:
+        k: hits.
+        n: number of draws.
+        alpha: risk.
+        side: "lower", "upper" or "both".
+
     >>> round(float(clopper_pearson(990, 1000, 0.001, "lower")), 6)
     0.976036
     >>> [round(float(v), 4) for v in clopper_pearson(0, 100, 0.05)]
@@ -79,6 +85,12 @@ def randomized_binomial(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, u: ArrayLi
     The root of `u·P(Bin(n, ℓ) ≥ k) + (1 − u)·P(Bin(n, ℓ) > k) = α`, found from the side of the smaller values. u = 1
     gives Clopper–Pearson. Guarantee: coverage ≥ 1 − α over sample and u, exactly 1 − α but for rounding and for one
     restraint: u is taken as at least 0.05, so that no draw of u alone shows p = 1. Reference: Stevens (1950).
+
+    Args:
+        k: hits.
+        n: number of draws.
+        alpha: risk.
+        u: uniform numbers in [0, 1].
 
     >>> bool(randomized_binomial(1000, 1000, 0.001, 0.5) > clopper_pearson(1000, 1000, 0.001, "lower"))
     True
@@ -122,6 +134,12 @@ def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "bot
 
     Guarantee: coverage ≥ 1 − α for every law on [0, 1]. Reference: Hoeffding (1963), Theorem 1.
 
+    Args:
+        mean: of the values.
+        n: number of draws.
+        alpha: risk.
+        side: "lower", "upper" or "both".
+
     >>> round(float(hoeffding(0.9, 1000, 0.001, "lower")), 6)
     0.84123
     """
@@ -137,6 +155,13 @@ def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: Ar
     V is the *unbiased sample variance* `Σ(Z − mean)²/(n − 1)` (the extra 1/n of the thesis makes the interval √n too
     narrow: errata 8). Guarantee: one-sided coverage ≥ 1 − α for every law on [0, 1] and n ≥ 2.
     Reference: Maurer & Pontil (2009), Theorem 4.
+
+    Args:
+        mean: of the values.
+        var: unbiased sample variance.
+        n: number of draws.
+        alpha: risk.
+        side: "lower", "upper" or "both".
 
     >>> round(float(empirical_bernstein(0.9, 0.01, 1000, 0.001, "lower")), 6)
     0.869917
@@ -240,6 +265,11 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     Guarantee: coverage ≥ 1 − α for every law on [0, 1] (also under optional stopping, the bets knowing only n and the
     past). Reference: Waudby-Smith & Ramdas (2024), §4.
 
+    Args:
+        samples: values in [0, 1], in the order drawn.
+        alpha: risk.
+        side: "lower", "upper" or "both".
+
     >>> x = np.tile([0.85, 0.95], 500)
     >>> round(float(betting(x, 0.001, "lower")), 3)
     0.891
@@ -272,7 +302,12 @@ def _lower(x: Floats, alpha: Floats) -> Floats:
 
 
 def bet_sizes(x: Floats, goal: Floats) -> Floats:
-    """The bets before their cap: `√(2·ln(1/α)/(n·v̂_{t−1}))`, v̂ started at ¼ and using the past only."""
+    """The bets before their cap: `√(2·ln(1/α)/(n·v̂_{t−1}))`, v̂ started at ¼ and using the past only.
+
+    Args:
+        x: values in [0, 1].
+        goal: `ln(1/α)`.
+    """
     n = x.shape[-1]
     t = np.arange(1, n + 1, dtype=np.float64)
     mean = (0.5 + np.cumsum(x, axis=-1)) / (t + 1)
@@ -282,7 +317,13 @@ def bet_sizes(x: Floats, goal: Floats) -> Floats:
 
 
 def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
-    """`ln K_t(m)` for t = 1 … n along the last axis; no factor is below ¼, so the gambler is never ruined."""
+    """`ln K_t(m)` for t = 1 … n along the last axis; no factor is below ¼, so the gambler is never ruined.
+
+    Args:
+        x: values in [0, 1].
+        bets: before their cap.
+        m: the mean that is tested.
+    """
     capped = np.minimum(bets, _CAP / np.maximum(m, 1e-300))
     return np.asarray(np.cumsum(np.log1p(capped * (x - m)), axis=-1))
 
@@ -294,6 +335,11 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     likelihood ratio against p0 averaged over the arcsine law restricted to (p0, 1). A may be a sum of scores in [0, 1].
 
     Guarantee: under H0, `P(∃t: e_t ≥ 1/α) ≤ α`. Reference: Ville (1939); Robbins (1970); Howard et al. (2021).
+
+    Args:
+        hits: hits so far, or a sum of scores.
+        draws: draws so far.
+        p0: the largest mean of the hypothesis.
 
     >>> bool(log_e_value(990, 1000, 0.9) > np.log(1000)), bool(log_e_value(900, 1000, 0.9) < 0)
     (True, True)
@@ -327,6 +373,11 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
     The smallest p that the mixture over the whole arcsine law does not refute,
     `B(A+½, t−A+½)/B(½,½) < p^A(1−p)^{t−A}/α`; left of A/t the right-hand side grows with p, so bisection finds it.
 
+    Args:
+        hits: hits so far, or a sum of scores.
+        draws: draws so far.
+        alpha: risk.
+
     >>> low = lower_sequence(950, 1000, 0.001)
     >>> bool(0.9 < low < 0.95)
     True
@@ -348,5 +399,11 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
 
 
 def upper_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
-    """The mirror image of `lower_sequence`: above p at all times with probability ≥ 1 − α."""
+    """The mirror image of `lower_sequence`: above p at all times with probability ≥ 1 − α.
+
+    Args:
+        hits: hits so far, or a sum of scores.
+        draws: draws so far.
+        alpha: risk.
+    """
     return complement(lower_sequence(np.asarray(draws) - np.asarray(hits), draws, alpha))

@@ -193,7 +193,12 @@ class Grid:
         return np.rint(x * self.cells)
 
     def draw(self, bits: np.random.Philox, out: NDArray[Any]) -> None:
-        """Fill a contiguous float array with independent integers of the law."""
+        """Fill a contiguous float array with independent integers of the law.
+
+        Args:
+            bits: the generator.
+            out: array to fill.
+        """
         law, flat = self.law, out.reshape(-1)
         words = bits.random_raw(-(-flat.size // 4)).astype("<u8", copy=False)
         first = words.view("<u2")[: flat.size]
@@ -282,6 +287,12 @@ class Stream(IntEnum):
 def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int:
     """The 128-bit generator key of one chunk.
 
+    Args:
+        seed: of the run.
+        input_id: of the input.
+        stream: what the draws are for.
+        chunk: number of the chunk.
+
     >>> keys = {noise_key(0, i, s, c) for i in (7, "7", "7/0") for s in Stream for c in range(100)}
     >>> len(keys), max(keys) < 1 << 128
     (1500, True)
@@ -315,11 +326,17 @@ class FloatNoise:
     dtype: torch.dtype
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
-        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
-        drawn = _on_host(buffer)
-        out = drawn.numpy()
+        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype.
+
+        Args:
+            buffer: tensor (chunk, *x.shape).
+            x: the input.
+            key: of the generator.
+        """
+        host = _on_host(buffer)
+        out = host.numpy()
         np.random.Generator(philox(key)).standard_normal(dtype=out.dtype, out=out)
-        return buffer.copy_(drawn).mul_(self.levels.scale(buffer[0])).add_(x)
+        return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
 
 
 @dataclass(frozen=True)
@@ -330,7 +347,13 @@ class GridNoise:
     dtype: torch.dtype
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
-        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
+        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype.
+
+        Args:
+            buffer: tensor (chunk, *x.shape).
+            x: the input.
+            key: of the generator.
+        """
         first = self.grids[0]
         place = first.integers(x.detach().cpu().double().numpy())
         exact = 2 / torch.finfo(self.dtype).eps  # whole numbers below are exact
@@ -338,8 +361,8 @@ class GridNoise:
             raise InputError(
                 f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
             )
-        drawn, bits = _on_host(buffer), philox(key)
-        out = drawn.numpy()
+        host, bits = _on_host(buffer), philox(key)
+        out = host.numpy()
         if len(self.grids) == 1:
             first.draw(bits, out)
         else:
@@ -349,7 +372,7 @@ class GridNoise:
                 out[:, channel] = part
         out += place.astype(out.dtype)
         out /= out.dtype.type(first.cells)
-        return buffer.copy_(drawn)
+        return buffer.copy_(host)
 
 
 @dataclass(frozen=True)
@@ -396,7 +419,12 @@ class NoiseSpec:
         return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0) if self.grids else 0.0
 
     def setting(self, alpha: float, about: str) -> Setting:
-        """What certificates of these draws rest on."""
+        """What certificates of these draws rest on.
+
+        Args:
+            alpha: risk per input.
+            about: the classifier, in words.
+        """
         distance = 0.0 if self.grid is None else self.grid.distance(self.dimension)
         return Setting(
             Gaussian(self.levels.sigma, self.variation), alpha, about + self.shape(), self.caveats(), distance
@@ -437,5 +465,10 @@ class NoiseSpec:
 
 
 def tie_breaks(seed: int, input_id: int | str) -> Floats:
-    """Two uniform numbers of an input, from a stream of their own: fixed before its draws and independent of them."""
+    """Two uniform numbers of an input, from a stream of their own: fixed before its draws and independent of them.
+
+    Args:
+        seed: of the run.
+        input_id: of the input.
+    """
     return np.random.Generator(philox(noise_key(seed, input_id, Stream.TIES, 0))).random(2)

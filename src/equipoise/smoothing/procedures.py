@@ -208,16 +208,6 @@ class Procedure:
     map: str | None = None
     ties: bool = False
 
-    def stored(self, partition: Partition, direct: bool) -> tuple[Floats, Floats]:
-        """Shares for buckets that were fixed when sampling: those of the first option of that kind."""
-        option = next((o for o in self.options if o.direct == direct), self.options[0])
-        return option.shares(partition)
-
-    @property
-    def margins(self) -> bool:
-        """Whether some option bounds margins directly."""
-        return any(o.direct for o in self.options)
-
 
 _ONE = Option(one_against_rest)
 _VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)) for top in (0.5, 0.7, 0.9, 0.97)))

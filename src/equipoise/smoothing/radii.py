@@ -26,6 +26,10 @@ def radius_mono(p: ArrayLike, sigma: ArrayLike) -> Floats:
     Guarantee: exact for the worst classifier with values in [0, 1]; needs p ≤ F̃_y(x), nothing else.
     Reference: Cohen, Rosenfeld, Kolter (2019), Theorem 1 with p2 = 1 − p1.
 
+    Args:
+        p: lower bound of the score.
+        sigma: standard deviation of the noise.
+
     >>> round(float(radius_mono(0.9, 0.5)), 6)
     0.640776
     """
@@ -37,6 +41,11 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     """`R = (σ/2)·(Φ⁻¹(p1) − Φ⁻¹(p2))`.
 
     Guarantee: needs p1 ≤ F̃_y(x) and p2 ≥ F̃_k(x) for every k ≠ y. Reference: Cohen et al. (2019), Theorem 1.
+
+    Args:
+        p1: lower bound of the top score.
+        p2: upper bound of every other score.
+        sigma: standard deviation of the noise.
 
     >>> round(float(radius_multi(0.6, 0.2, 0.5)), 6)
     0.273742
@@ -80,6 +89,11 @@ def radius_multi_lipschitz(
 def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Floats:
     """`R = ψ(p) − ψ(½)`: the distance over which an L-Lipschitz score in [0, 1], smoothed, stays above ½.
 
+    Args:
+        p: lower bound of the score.
+        sigma: standard deviation of the noise.
+        lipschitz: upper bound of the Lipschitz constant.
+
     >>> round(float(radius_mono_lipschitz(0.9, 0.5, 1.0)), 4)
     0.7431
     """
@@ -95,6 +109,13 @@ def radius_per_class(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz1:
 
     Guarantee: as `radius_multi_lipschitz`, with `Lip(F_y) ≤ lipschitz1`, `Lip(F_k) ≤ lipschitz2`. The crossing is
     bisected; the end returned is one where the two certified bounds have not crossed yet.
+
+    Args:
+        p1: lower bound of the top score.
+        p2: upper bound of every other score.
+        sigma: standard deviation of the noise.
+        lipschitz1: of the top score.
+        lipschitz2: of the other scores.
 
     >>> same = radius_per_class(0.9, 0.1, 0.5, 1.0, 1.0)
     >>> bool(abs(same - radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0)) < 1e-9)
@@ -233,7 +254,12 @@ def _probability(p: ArrayLike, name: str) -> Floats:
 
 
 def positive(sigma: ArrayLike, name: str) -> Floats:
-    """A positive number, or an array of them; anything else is refused."""
+    """A positive number, or an array of them; anything else is refused.
+
+    Args:
+        sigma: standard deviation of the noise.
+        name: for the message.
+    """
     try:
         array = np.asarray(sigma, dtype=np.float64)
     except (TypeError, ValueError):

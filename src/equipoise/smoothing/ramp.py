@@ -48,6 +48,10 @@ def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
 def ramp_mean(t: ArrayLike, width: ArrayLike) -> tuple[Floats, Floats]:
     """`lower ≤ H_a(t) ≤ upper`: the Gaussian mean of a ramp of width a seen from t standard deviations.
 
+    Args:
+        t: distance from the center, in standard deviations.
+        width: `a = 1/(L·σ)`.
+
     >>> low, up = ramp_mean(0.0, 2.0)
     >>> bool(low <= 0.5 <= up)
     True
@@ -71,6 +75,11 @@ def ramp_quantile(p: ArrayLike, width: ArrayLike, side: Literal["both", "low", "
     the centre H is convex, so Newton's step on H never passes the root, and H is log-concave (a convolution of
     log-concave functions), so Newton's step on log H always does. The error of the evaluation is added to both.
     `side="low"` or `"up"` asks for one end only: the other one may come back as ∓∞, which is cheaper.
+
+    Args:
+        p: values in [0, 1].
+        width: `a = 1/(L·σ)`.
+        side: which end is needed.
 
     >>> low, up = ramp_quantile([0.9, 0.1], 2.0)
     >>> [round(float(v), 6) for v in low]

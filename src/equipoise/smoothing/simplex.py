@@ -110,7 +110,12 @@ class SimplexMap:
         return _MAPS[self.name].pair / self.temperature * _UP
 
     def component_lipschitz(self, network: Any, classes: int) -> float:
-        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""
+        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need.
+
+        Args:
+            network: sound bound of the network's Lipschitz constant.
+            classes: number of classes.
+        """
         return _product(as_upper(network), self.constant(classes) / self.mass)
 
     def pair_lipschitz(self, network: Any) -> float:
@@ -137,13 +142,23 @@ def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
 
 
 def apply_map(chosen: SimplexMap, logits: Floats) -> Floats:
-    """Scores of mass 1 in float64, clipped to [0, 1]; a draw with a non-finite logit votes for nobody."""
+    """Scores of mass 1 in float64, clipped to [0, 1]; a draw with a non-finite logit votes for nobody.
+
+    Args:
+        chosen: the map.
+        logits: (…, c).
+    """
     z = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float64))
     return scores_of(chosen, z).numpy()
 
 
 def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
-    """The same on tensors (any device)."""
+    """The same on tensors (any device).
+
+    Args:
+        chosen: the map.
+        logits: (…, c).
+    """
     z = logits.double()
     scores = (chosen(z) / chosen.mass).clamp_(0, 1)
     broken = ~torch.isfinite(z).all(dim=-1, keepdim=True)
@@ -172,7 +187,13 @@ def plan_map(
 
 
 def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
-    """Constants of the scores `τ_T∘f` from a sound bound of Lip(f); none without one."""
+    """Constants of the scores `τ_T∘f` from a sound bound of Lip(f); none without one.
+
+    Args:
+        chosen: the map.
+        classes: number of classes.
+        lipschitz: sound bound of the network's Lipschitz constant, or None.
+    """
     if lipschitz is None:
         return Smoothness()
     return Smoothness(chosen.component_lipschitz(lipschitz, classes), chosen.pair_lipschitz(lipschitz))

@@ -169,9 +169,10 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
         name: of the network, for messages.
     """
     x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
+    device = next((p.device for p in net.parameters()), x.device)
     try:
         with torch.no_grad():
-            outputs = net.eval()(x)
+            outputs = net.eval()(x.to(device))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InputError(
             f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "

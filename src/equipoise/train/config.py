@@ -81,7 +81,7 @@ class Extra(Part):
 
 
 class Data(Part):
-    """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
+    """The training data: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
 
     `reader` (`package.module:function`) is called as `reader(path, split)` instead of `load_dataset`. `validation` is the part
     of the training split held out and measured every epoch (0: the test split is measured instead); `limit` keeps the first so
@@ -207,13 +207,13 @@ class Recipe(Part):
         return plain
 
 
-def describe(error: ValidationError, where: str, known: Iterable[str]) -> str:
+def describe(error: ValidationError, where: str, keys: Iterable[str]) -> str:
     """The first problem as one sentence: the key's path, what was expected, what came.
 
     Args:
         error: of pydantic.
         where: what was read.
-        known: keys to suggest in place of an unknown one.
+        keys: those to suggest in place of an unknown one.
     """
     # unknown keys come first: a misspelt key is often also a missing one
     problem = min(
@@ -222,7 +222,7 @@ def describe(error: ValidationError, where: str, known: Iterable[str]) -> str:
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     kind = problem["type"]
     if kind.startswith(("extra", "unexpected")):
-        return f"{where}: unknown key {key!r}{did_you_mean(key, known, 0.5)}"
+        return f"{where}: unknown key {key!r}{did_you_mean(key, keys, 0.5)}"
     if kind.startswith("missing"):
         return f"{where}: {key!r} is missing"
     expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])

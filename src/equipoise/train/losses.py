@@ -187,7 +187,7 @@ LOSSES: dict[str, Callable[..., Task]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """This process's share of a global batch: the network, inputs and labels, and where in the run it stands.
+    """This process's share of a global batch: the network, inputs and labels, and its position in the run.
 
     `first` is the place of its first example in the global batch, `fraction` that of the step in the run.
     """

@@ -67,13 +67,13 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
     {'only': (<class 'torch.nn.modules.conv.Conv2d'>,)}
     """
     chosen: dict[str, Any] = {}
-    known = {kind.__name__: kind for kind in LINEAR_MAPS}
+    layers = {kind.__name__: kind for kind in LINEAR_MAPS}
     if only is not None:
         types = [only] if isinstance(only, str) else only
-        unknown = [name for name in types if name not in known]
+        unknown = [name for name in types if name not in layers]
         if unknown:
-            raise InputError(f"only: no layer type {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        chosen["only"] = tuple(known[name] for name in types)
+            raise InputError(f"only: no layer type {unknown[0]!r}{did_you_mean(unknown[0], layers)}")
+        chosen["only"] = tuple(layers[name] for name in types)
     if names is not None:
         chosen["names"] = names if isinstance(names, str) else tuple(names)
     return chosen

@@ -119,7 +119,7 @@ def local_lipschitz(
     lower, note = torch.zeros_like(upper), ""
     if steps > 0 and bool((upper > 0).any()):
         values = functools.partial(evaluate, run, cache, engine.rounding)
-        lower, note = lower_ends(model, program, values, x, radius, steps, seed)
+        lower, note = lower_ends(program, values, x, radius, steps, seed)
     if bool((lower > upper).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
     note = "; ".join(text for text in (*engine.notes, note) if text)

@@ -1,7 +1,7 @@
 """Affine operations: matrices, convolutions, batch normalisation, arithmetic with constants, sums of branches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, inflate
 from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
-from equipoise.lipschitz.rules.products import branch_matmul, branch_product, branch_quotient
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, per_axis, rule
+from equipoise.lipschitz.rules.products import branch_matmul, branch_product, branch_quotient, instance_norm
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, largest, lower, norm_of, per_axis, rule
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
@@ -21,22 +21,27 @@ _aten = torch.ops.aten
 
 
 def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, label: str = "linear") -> Step:
-    """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away."""
+    """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away.
+
+    Args:
+        call: the operation.
+        x: its argument.
+        weight: W.
+        bias: b, broadcast against the result.
+        label: shown in the report.
+    """
     vector = weight.dim() == 1
     weight = (weight.reshape(1, -1) if vector else weight).detach()
     form = Matrix(weight)
-    found = call.bracket(form)
-    top = float(found.upper)
-    shift = (
-        None if bias is None else torch.broadcast_to(bias.detach().double(), call.shape)
-    )  # (out), (1), (rows, out) …
-    b_row = 0.0 if shift is None or vector else float(frobenius(shift, (-1,)).max())
-    widest = float(frobenius(weight.double(), (-1,)).max())
-    b_peak = float(bias.abs().max()) if bias is not None and bias.numel() else 0.0
-    return Step(
-        ((x, top),), label, bracket=found, offset=norm_of(shift), row=math.inf if vector else inflate(top * x.row + b_row),
-        peak=inflate(widest * x.row + b_peak), map=Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1),
-    )  # fmt: skip
+    bracket = call.bracket(form)
+    top = float(bracket.upper)
+    shift = torch.zeros(1) if bias is None else bias.detach().double()
+    shift = torch.broadcast_to(shift, call.shape)
+    row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
+    longest = float(frobenius(weight.double(), (-1,)).max())
+    peak = inflate(longest * x.row + largest(shift))
+    map: Map = Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
+    return Step(((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,19 +55,6 @@ def linear(call: Call) -> Step:
     return matrix_step(call, call.x, call.constant("weight"), call.constant("bias"))
 
 
-@rule("aten.addmm.default")
-def addmm(call: Call) -> Step:
-    """`b + x·M` with constant b and M; other forms are written out (see `decompose`)."""
-    return matrix_step(call, call.signal("mat1"), call.constant("mat2").mT, call.constant("self"))
-
-
-def _spatial(call: Call, x: Signal, weight: Tensor) -> tuple[int, ...]:
-    dims = weight.dim() - 2
-    if len(x.shape) not in (dims + 1, dims + 2):
-        call.refuse(f"a convolution of a tensor of shape {x.shape}")
-    return x.shape[-dims:]
-
-
 @rule(*(f"aten.conv{d}d.{o}" for d in (1, 2, 3) for o in ("default", "padding")), "aten.convolution.default")
 def convolution(call: Call) -> Step:
     """A convolution with the padding, stride, dilation, groups and input size of this very call."""
@@ -70,19 +62,17 @@ def convolution(call: Call) -> Step:
     dims = weight.dim() - 2
     if call.get("transposed"):
         return conv_transpose(call)
-    dilation, stride = per_axis(call["dilation"], dims), per_axis(call["stride"], dims)
-    padding = call["padding"]
-    if padding == "valid":
-        padding = 0
+    dilation = per_axis(call["dilation"], dims)
+    stride = per_axis(call["stride"], dims)
+    padding = 0 if call["padding"] == "valid" else call["padding"]
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         amount = tuple((r // 2, r - r // 2) for r in reach)
     else:
         amount = tuple((p, p) for p in per_axis(padding, dims))
-    size = _spatial(call, x, weight)
-    form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
-    found = call.bracket(form)
-    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, -1 - dims, "convolution")
+    groups, size = int(call["groups"]), x.shape[-dims:]
+    form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, groups, amount, size)
+    return _conv_step(call, form, -1 - dims, "convolution")
 
 
 def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
@@ -91,19 +81,20 @@ def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
     return scale if weight is None else scale * weight.double()
 
 
-def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, rows: int | None, label: str) -> Step:
+def _conv_step(call: Call, form: Linear, rows: int | None, label: str) -> Step:
     weight: Tensor = call.constant("weight").detach()
     bias: Tensor | None = call.constant("bias")
+    bracket = call.bracket(form)
     positions = math.prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
+    offset = inflate(math.sqrt(positions) * norm_of(bias))
+    operation: Callable[..., Tensor] = call.node.target  # type: ignore[assignment]
 
     def run(t: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        found: Tensor = call.node.target(**{**call.arguments, "input": t, "weight": w, "bias": b})  # type: ignore[operator]
-        return found
+        return operation(**{**call.arguments, "input": t, "weight": w, "bias": b})
 
-    return Step(
-        ((x, float(found.upper)),), label, bracket=found, offset=inflate(math.sqrt(positions) * norm_of(bias)),
-        map=Weighted(weight, bias, run, form, rows),
-    )  # fmt: skip
+    with_batch = len(call.shape) == weight.dim()
+    map = Weighted(weight, bias, run, form if with_batch else None, rows)
+    return Step(((call.x, float(bracket.upper)),), label, bracket=bracket, offset=offset, map=map)
 
 
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
@@ -111,40 +102,45 @@ def conv_transpose(call: Call) -> Step:
     """The adjoint of a convolution: the same norm, on the sizes of this call."""
     x, weight = call.x, call.constant("weight")
     dims = weight.dim() - 2
-    stride, dilation = per_axis(call["stride"], dims), per_axis(call["dilation"], dims)
+    stride = per_axis(call["stride"], dims)
+    dilation = per_axis(call["dilation"], dims)
     amount = [(p, p) for p in per_axis(call["padding"], dims)]
     plain = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount)
-    sizes = zip(plain.axes, call.shape[-dims:], _spatial(call, x, weight), strict=True)
+    sizes = zip(plain.axes, call.shape[-dims:], x.shape[-dims:], strict=True)
     form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
-    found = call.bracket(form)
-    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, None, "transposed convolution")
+    return _conv_step(call, form, None, "transposed convolution")
 
 
-@rule("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default", "aten.native_batch_norm.default")
+@rule("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default")
 def batch_norm(call: Call) -> Step:
     """In evaluation a diagonal map: max|γ|/√(var + ε), exactly; in training it mixes the batch."""
+    if call.get("use_input_stats"):
+        return instance_norm(call)
     mean, var = call.constant("running_mean"), call.constant("running_var")
     if call.get("training") or var is None:
         call.refuse("batch normalisation with batch statistics mixes the samples", "call model.eval() first")
     x = call.x
     scale = normalising(call.constant("weight"), var, float(call["eps"]))
-    shift = -mean.double() * scale
-    if call["bias"] is not None:
-        shift = shift + call.constant("bias").double()
     if not bool(torch.isfinite(scale).all()):
         call.refuse("the running variance is negative or the scale is not finite", "check the checkpoint")
-    size = (mean.double() * scale).abs() + (0.0 if call["bias"] is None else call["bias"].double().abs())
+    bias = 0.0 if call["bias"] is None else call.constant("bias").double()
+    centre = mean.double() * scale
+    shift = bias - centre
+    size = centre.abs() + abs(bias)
     shape = [1] * len(x.shape)
     shape[1] = -1
     top = float(scale.abs().max())
-    high, far = inflate(top), norm_of(shift)
+    high, far = inflate(top), inflate(norm_of(shift))
     positions = x.numel / max(1, scale.numel())
     form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, inflate(8 * 2.0**-53 * top))
     return Step(
-        ((x, high),), "batch norm", bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
-        offset=inflate(inflate(math.sqrt(positions)) * inflate(far)), peak=inflate(high * x.peak + inflate(far)),
+        ((x, high),),
+        "batch norm",
+        bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
+        offset=inflate(inflate(math.sqrt(positions)) * far),
+        peak=inflate(high * x.peak + far),
         map=Scaled(scale.reshape(shape), shift.reshape(shape), size.reshape(shape), form),
-    )  # fmt: skip
+    )
 
 
 @rule("aten.mul.Tensor", "aten.mul.Scalar")
@@ -172,20 +168,19 @@ def division(call: Call) -> Step:
 def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if not bool(torch.isfinite(c).all()):
         call.refuse("the constant factor is not finite", "check the constants")
-    top = float(c.abs().max())
+    top = largest(c)
     top = inflate(top) if rounded else top
-    gain = (
-        top
-        if x.shape == call.shape
-        else inflate(min(inflate(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
-    )
-    form = _as_diagonal(c, len(call.shape)) if x.shape == call.shape else None
+    gain, form = top, None
+    if x.shape == call.shape:
+        form = _as_diagonal(c, len(call.shape))
+    else:
+        gain = inflate(min(inflate(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
     row = inflate(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
-    low = math.inf if c.numel() == 0 else lower(x.low * float(c.min() if x.low > 0 else c.max()))
-    low = low if c.numel() == 0 or float(c.min()) >= 0 else -math.inf
-    return Step(
-        ((x, gain),), "scaling", offset=0.0, peak=inflate(top * x.peak), row=row, low=low, map=Scaled(c, form=form)
-    )
+    low = -math.inf
+    if c.numel() and float(c.min()) >= 0:
+        low = lower(x.low * float(c.min() if x.low > 0 else c.max()))
+    peak = inflate(top * x.peak)
+    return Step(((x, gain),), "scaling", offset=0.0, peak=peak, row=row, low=low, map=Scaled(c, form=form))
 
 
 def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
@@ -196,7 +191,7 @@ def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
-    error = inflate(8 * 2.0**-53 * float(c.abs().max()))
+    error = inflate(8 * 2.0**-53 * largest(c))
     if c.numel() == 1:
         return Diagonal(c.reshape(1), 1, error)
     long = [c.dim() - i for i, n in enumerate(c.shape) if n > 1]
@@ -224,17 +219,18 @@ def _interpolation(call: Call) -> Step | None:
             continue
         factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
         for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():
-            if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1 or gap.node.kwargs:
+            if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1:
                 continue
-            if gap.node.target is _aten.sub.Tensor and gap.node.args[1] is n.node:
-                h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
-                if h is None or not h.shape == n.shape == z.shape == call.shape:
-                    continue
-                size = inflate(n.peak + (h.peak if isinstance(h, Signal) else float(h.abs().max())))
-                peak = inflate(max(n.peak, size - n.peak))
-                held = ((h, 1.0),) if isinstance(h, Signal) else ()
-                if math.isfinite(size):
-                    return Step((*held, (n, 1.0), (z, size)), "interpolation", peak=peak, map=Product())
+            if gap.node.target is not _aten.sub.Tensor or gap.node.kwargs or gap.node.args[1] is not n.node:
+                continue
+            h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
+            if h is None or not h.shape == n.shape == z.shape == call.shape:
+                continue
+            size = h.peak if isinstance(h, Signal) else largest(h)
+            if math.isfinite(size + n.peak):
+                between = ((h, 1.0), (n, 1.0), (z, inflate(n.peak + size)))
+                gains = tuple(pair for pair in between if isinstance(pair[0], Signal))
+                return Step(gains, "interpolation", peak=inflate(max(n.peak, size)), map=Product())
     return None
 
 
@@ -251,36 +247,47 @@ def reverse_subtraction(call: Call) -> Step:
 
 
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
-    """`Σ factor·value` with broadcasting; values that are constant shift."""
-    gains, weights, shift = [], [], None
+    """`Σ factor·value` with broadcasting; values that are constant shift.
+
+    Args:
+        call: the operation.
+        terms: values and factors; at least one value is a signal.
+    """
+    gains: list[tuple[Signal, float]] = []
+    weights: list[float] = []
+    shift = None
     offset, peak, norm, row, low = 0.0, 0.0, 0.0, 0.0, 0.0
     for value, factor in terms:
+        size = abs(factor)
         if isinstance(value, Signal):
             repeats = copies(value, call.shape)
-            grown = repeats if abs(factor) == 1 else inflate(abs(factor) * repeats)
+            grown = repeats if size == 1 else inflate(size * repeats)
             gains.append((value, grown))
             weights.append(factor)
-            peak, norm = inflate(peak + abs(factor) * value.peak), inflate(norm + grown * value.norm)
-            low = lower(low + factor * (value.low if factor > 0 else value.peak)) if factor else low
-            row = inflate(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+            peak = inflate(peak + size * value.peak)
+            norm = inflate(norm + grown * value.norm)
+            row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+            if factor:
+                low = lower(low + factor * (value.low if factor > 0 else value.peak))
         else:
             c = float64(value) * factor
             shift = c if shift is None else shift + c
             spread = torch.broadcast_to(c, call.shape)
-            peak = inflate(peak + float(c.abs().max()))
+            length = inflate(norm_of(spread))
+            peak = inflate(peak + largest(c))
+            norm = inflate(norm + length)
+            offset = inflate(offset + length)
+            row = inflate(row + (float(frobenius(spread, (-1,)).max()) if call.shape else largest(c)))
             low = lower(low + float(c.min()))
-            offset = inflate(offset + inflate(norm_of(spread)))
-            norm = inflate(norm + inflate(norm_of(spread)))
-            row = inflate(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
     if len(gains) > 1:
-        label = "sum" if all(w > 0 for w in weights) else "difference"
-        found: Map = Sum(tuple(weights), shift)
+        label = "sum" if min(weights) > 0 else "difference"
+        map: Map = Sum(tuple(weights), shift)
     else:
-        label, one = "shift", torch.tensor(weights[0], dtype=torch.float64)
+        label, one = "shift", float64(weights[0])
         rounding = 0.0 if abs(weights[0]) == 1 else inflate(4 * 2.0**-53 * abs(weights[0]))
         form = Diagonal(one.reshape(1), 1, rounding) if gains[0][0].shape == call.shape else None
-        found = Scaled(one, shift, None if shift is None else shift.abs(), form)
-    return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, low=low, map=found)
+        map = Scaled(one, shift, None if shift is None else shift.abs(), form)
+    return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, low=low, map=map)
 
 
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")

@@ -5,54 +5,46 @@ read constants as real.
 """
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.rules import reduce, shapes
 from equipoise.lipschitz.rules.affine import by_matrices
-from equipoise.lipschitz.rules.products import branch_product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, norm_of, root
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest, root
 
 
-def _transform(call: Call, count: int, gain: float, label: str) -> Step:
+def _transform(call: Call, count: int, gain: float) -> Step:
     """`normalization`: 0 none, 1 divided by √N, 2 by N."""
-    scale = {0: 1.0, 1: 1 / root(count) * (1 + 2.0**-50), 2: 1 / count * (1 + 2.0**-50)}
-    x = call.x
-    return Step(((x, inflate(gain * scale[int(call["normalization"])])),), label, offset=0.0)
+    scale = (1.0, 1 / root(count) * (1 + 2.0**-50), 1 / count * (1 + 2.0**-50))
+    return Step(((call.x, inflate(gain * scale[int(call["normalization"])])),), "Fourier transform", offset=0.0)
 
 
 @complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
 def forward(call: Call) -> Step:
     """`√N` over N points; a constant real signal attains it in one half of its spectrum too."""
-    x = call.x
-    count = math.prod(x.shape[d] for d in call["dim"])
-    return _transform(call, count, root(count), "Fourier transform")
+    count = math.prod(call.x.shape[d] for d in call["dim"])
+    return _transform(call, count, root(count))
 
 
 @complex_rule("aten._fft_c2r.default")
 def backward(call: Call) -> Step:
     """`√(2N)`: one half of a spectrum stands for both, its ends apart."""
-    x, last = call.x, int(call["last_dim_size"])
-    count = math.prod(x.shape[d] for d in call["dim"][:-1]) * last
-    return _transform(call, count, root(2 * count if last > 2 else count), "inverse Fourier transform")
+    last = int(call["last_dim_size"])
+    count = math.prod(call.x.shape[d] for d in call["dim"][:-1]) * last
+    return _transform(call, count, root(2 * count if last > 2 else count))
 
 
 @complex_rule("aten.view_as_real.default", "aten.view_as_complex.default", "aten._conj.default", "aten.neg.default",
-              "aten._neg_view.default", "aten.conj_physical.default",
-              "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
-              "aten.view_as_real_copy.default", "aten.clone.default")  # fmt: skip
+              "aten._neg_view.default", "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
+              "aten.view_as_real_copy.default")  # fmt: skip
 def isometry(call: Call) -> Step:
     """The same numbers, as pairs or as one, turned or reflected."""
-    x, value = call.x, call.node.meta["val"]
-    if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        call.refuse("a cast to a narrow type rounds", "keep complex64 or complex128")
-    if x.dtype.is_complex and not value.dtype.is_complex and math.prod(call.shape) == x.numel:
+    x, dtype = call.x, call.node.meta["val"].dtype
+    if x.dtype.is_complex and not dtype.is_complex and math.prod(call.shape) == x.numel:
         call.refuse("a cast that drops imaginary parts", "take .real")
     # a complex number is as large as both of its parts together
-    pairs = value.dtype.is_complex and not x.dtype.is_complex
+    pairs = dtype.is_complex and not x.dtype.is_complex
     peak = inflate(math.sqrt(2) * x.peak) if pairs else x.peak
     return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=peak)
 
@@ -60,37 +52,20 @@ def isometry(call: Call) -> Step:
 @complex_rule("aten.abs.default")
 def modulus(call: Call) -> Step:
     """`|z|`: 1."""
-    x = call.x
-    return Step(((x, 1.0),), "modulus", offset=0.0, peak=x.peak, low=0.0)
+    return Step(((call.x, 1.0),), "modulus", offset=0.0, peak=call.x.peak, low=0.0)
 
 
-for _name in (*shapes.VIEWS, *shapes.RESHAPES):
-    if _name != "clone.default":
-        complex_rule(f"aten.{_name}")(shapes.view)
-complex_rule("aten.transpose.int", "aten.permute.default")(shapes.view)
-complex_rule("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "aten.diagonal.default")(shapes.diagonal)
-complex_rule(*(f"aten.{name}" for name in shapes.PIECES), "aten.unbind.int")(shapes.pieces)
-complex_rule("aten.expand.default", "aten.repeat.default")(shapes.repetition)
-complex_rule("aten.index.Tensor")(shapes.index)
-complex_rule("aten.index_select.default")(shapes.index_select)
-complex_rule("aten.sum.dim_IntList", "aten.sum.default")(reduce.total)
-complex_rule("aten.mean.dim", "aten.mean.default")(reduce.mean)
-
-
-@complex_rule("getitem")
-def piece(call: Call) -> Step:
-    """One of several pieces."""
-    x = call.x
-    return Step(((x, 1.0),), "piece", peak=x.peak, norm=x.norm)
-
-
-@complex_rule("aten.cat.default", "aten.stack.default", "aten.slice_scatter.default", "aten.select_scatter.default")
-def joined(call: Call) -> Step:
-    """Entries of several tensors, one of which may be written over another: root of the sum of squares."""
-    parts = call["tensors"] if "tensors" in call.arguments else (call["self"], call["src"])
-    fixed = math.hypot(*(norm_of(t) for t in parts if isinstance(t, Tensor)))
-    signals = tuple((p, 1.0) for p in parts if isinstance(p, Signal))
-    return Step(signals, "concatenation", "root", offset=inflate(fixed))
+# `low` of a complex signal is -inf, and so are bounds from below that these rules derive from it
+complex_rule(*(f"aten.{name}" for name in shapes.VIEWS))(shapes.view)
+complex_rule(*(f"aten.{name}" for name in shapes.COPIES))(shapes.identity)
+complex_rule(*(f"aten.{name}" for name in shapes.SELECTIONS))(shapes.selection)
+complex_rule(*(f"aten.{name}" for name in shapes.PIECES))(shapes.pieces)
+complex_rule("aten.expand.default", "aten.repeat.default", "aten.index.Tensor")(shapes.indexed)
+complex_rule("aten.slice_scatter.default", "aten.select_scatter.default")(shapes.overwrite_part)
+complex_rule("aten.copy.default")(shapes.overwrite)
+complex_rule("getitem")(shapes.getitem)
+complex_rule("aten.sum.dim_IntList")(reduce.total)
+complex_rule("aten.mean.dim")(reduce.mean)
 
 
 @complex_rule("aten.constant_pad_nd.default")
@@ -101,41 +76,18 @@ def padded(call: Call) -> Step:
     return Step(((call.x, 1.0),), "padding", offset=0.0)
 
 
-def _largest(value: Any) -> float:
-    """Upper bound of the moduli of a constant."""
-    if not isinstance(value, Tensor):
-        return inflate(abs(value))
-    found = value.detach().to(torch.complex128).abs()
-    return inflate(float(found.max())) if found.numel() else 0.0
-
-
 @complex_rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
-def product(call: Call) -> Step:
-    """By a constant: max|c|; two branches as in `products`."""
+def scaling(call: Call) -> Step:
+    """By a constant: max|c|."""
     a, b = call["self"], call["other"]
     divides = call.node.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+    if isinstance(b, Signal) and (divides or isinstance(a, Signal)):
+        call.refuse("a product or quotient of two spectra that depend on the input", "bound the parts separately")
     if divides:
-        if isinstance(b, Signal):
-            call.refuse("dividing by something that depends on the input is not Lipschitz near 0")
-        b = 1 / (b.to(torch.complex128) if isinstance(b, Tensor) else complex(b))
-    if isinstance(a, Signal) and isinstance(b, Signal):
-        return branch_product(call, a, b)
-    x, c = (a, b) if isinstance(a, Signal) else (b, a)
-    top = inflate(_largest(c))
+        b = 1 / torch.as_tensor(b, dtype=torch.complex128)
+    x, constant = (a, b) if isinstance(a, Signal) else (b, a)
+    top = inflate(largest(constant))
     return Step(((x, inflate(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=inflate(top * x.peak))
-
-
-@complex_rule("aten.add.Tensor", "aten.sub.Tensor")
-def total(call: Call) -> Step:
-    """`a ± α·b`; a constant only shifts."""
-    factors = (1.0, abs(complex(call.get("alpha", 1))))
-    gains, offset = [], 0.0
-    for value, factor in zip((call["self"], call["other"]), factors, strict=True):
-        if isinstance(value, Signal):
-            gains.append((value, inflate(factor * copies(value, call.shape))))
-        else:
-            offset = inflate(offset + factor * _largest(value) * math.sqrt(math.prod(call.shape)))
-    return Step(tuple(gains), "sum of spectra", offset=offset)
 
 
 @complex_rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default")

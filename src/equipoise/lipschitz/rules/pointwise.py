@@ -1,21 +1,39 @@
-"""Pointwise activations: which row of `maps.pointwise` an operation is, with its own parameters."""
+"""Functions of every entry alone: activations (rows of `maps.pointwise`), and functions that are steep somewhere.
+
+A power, root, logarithm or exponential is steepest at an end of the interval in which its argument is known to lie
+(`Signal.low`, `Signal.peak`), and largest there. Roots, logarithms and reciprocals need entries bounded away from 0, as
+`x² + ε`, `1 + σ(x)` or a softplus plus ε are; powers and exponentials need a bound from above. Outside of the interval a
+function is continued by its values at the ends.
+"""
 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Scaled
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
 from equipoise.maps.linear import Diagonal
 from equipoise.maps.pointwise import TABLE, Pointwise, celu, clamp, elu, gelu, hinge, softplus, softshrink
 
+_aten = torch.ops.aten
+
+# --- activations ------------------------------------------------------------------------------------------------------------
+
 
 def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
-    """The step of an activation."""
+    """The step of an activation.
+
+    Args:
+        call: its first signal is the argument.
+        curve: the function.
+        label: shown in the report.
+        note: shown in the report's row.
+    """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
@@ -24,16 +42,14 @@ def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
 
 def _lowest(curve: Pointwise, x: Signal) -> float:
     """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
-    if curve.hinge is not None:
-        left, right = curve.hinge
-        if bool((right < 0).any()) or x.low >= 0:
-            return -math.inf if x.low < 0 else lower(float(right.min()) * x.low)
-        steepest = float(left.max())
-        return lower(steepest * x.low) if steepest > 0 else 0.0
-    if curve.function is None or curve.slopes[0] < 0:
+    folded = curve.hinge is not None and bool((curve.hinge[1] >= 0).all())
+    if curve.function is None or (curve.slopes[0] < 0 and not folded):
         return -math.inf
-    found = curve.function(torch.tensor(x.low, dtype=torch.float64)).min()
-    return -math.inf if bool(found.isnan()) else float(found - 1e-12 * found.abs())
+    if curve.slopes[0] < 0 and x.low < 0:
+        return 0.0 if bool((curve.hinge[0] <= 0).all()) else -math.inf  # type: ignore[index]
+    lowest = torch.tensor(max(x.low, -1e300), dtype=torch.float64)  # 0·∞ is not a number
+    value = curve.function(lowest).min()
+    return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -math.inf
 
 
 #: operations that PyTorch writes out, or that are linear
@@ -57,6 +73,21 @@ def _celu(call: Call) -> Pointwise:
     return celu(alpha)
 
 
+def _prelu(call: Call) -> Pointwise:
+    """Slopes 1 and every entry of the weight, one per channel."""
+    weight: Tensor = call.constant("weight")
+    shape = [-1] + [1] * max(0, len(call.shape) - 2) if weight.numel() > 1 else []
+    return hinge(weight.reshape(shape))
+
+
+def _threshold(call: Call) -> Pointwise:
+    """Continuous only where the value is the threshold."""
+    value = float(call["value"])
+    if float(call["threshold"]) != value:
+        jumps(call)
+    return clamp(value)
+
+
 def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
     return pointwise(call, curve(call), label)
 
@@ -65,6 +96,8 @@ def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
 _CURVES: dict[str, Callable[[Call], Pointwise]] = {
     "elu": _elu,
     "celu": _celu,
+    "prelu": _prelu,
+    "threshold": _threshold,
     "gelu": lambda call: gelu(call["approximate"]),
     "leaky_relu": lambda call: hinge(float(call["negative_slope"])),
     "softshrink": lambda call: softshrink(float(call["lambd"])),
@@ -77,26 +110,8 @@ for _name, _made in _CURVES.items():
 def negative(call: Call) -> Step:
     """`−x`: an isometry."""
     x, minus = call.x, torch.tensor(-1.0, dtype=torch.float64)
-    found = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
-    return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=found)
-
-
-@rule("aten.prelu.default")
-def prelu(call: Call) -> Step:
-    """Slopes 1 and every entry of the weight, one per channel."""
-    weight: Tensor = call.constant("weight")
-    shape = [-1] + [1] * max(0, len(call.shape) - 2) if weight.numel() > 1 else []
-    return pointwise(call, hinge(weight.reshape(shape)), "prelu")
-
-
-@rule("aten.rrelu.default")
-def rrelu(call: Call) -> Step:
-    """In evaluation a leaky ReLU with the mean slope; in training it is random."""
-    if call["training"]:
-        call.refuse("randomised in training mode", "call model.eval() first")
-    slope = (float(call["lower"]) + float(call["upper"])) / 2
-    curve = Pointwise((min(slope, 1.0), inflate(max(abs(slope), 1.0))), hinge(slope).function)
-    return pointwise(call, curve, "rrelu")
+    map = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
+    return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=map)
 
 
 @rule("aten.softplus.default")
@@ -118,21 +133,113 @@ def clipped(call: Call) -> Step:
     if isinstance(low, Signal) or isinstance(high, Signal):
         call.refuse("the limits depend on the input")
     x, curve = call.x, clamp(low, high)
-    if x.shape != call.shape:  # limits of a larger shape copy the entries
-        offset = inflate(math.sqrt(math.prod(call.shape)) * curve.at_zero)
-        peak = min(curve.peak, inflate(x.peak + curve.at_zero))
-        return Step(((x, copies(x, call.shape)),), "clamp", offset=offset, peak=peak)
-    return pointwise(call, curve, "clamp")
+    step = pointwise(call, curve, "clamp")
+    if x.shape == call.shape:
+        return step
+    # limits of a larger shape copy the entries
+    offset = inflate(math.sqrt(math.prod(call.shape)) * curve.at_zero)
+    return Step(((x, copies(x, call.shape)),), "clamp", offset=offset, peak=step.peak)
 
 
-@rule("aten.threshold.default")
-def threshold(call: Call) -> Step:
-    """Continuous only where the value is the threshold."""
-    value = float(call["value"])
-    if float(call["threshold"]) != value:
-        return jumps(call)
-    return pointwise(call, Pointwise((0.0, 1.0), lambda x: x.clamp_min(value), at_zero=max(0.0, value)), "threshold")
+# --- functions that are steep somewhere -------------------------------------------------------------------------------------
 
+#: covers the rounding of a function or its slope as the standard library computes it
+_SLACK = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class _Steep:
+    """A function and its slope above `start`, where |slope| and |function| are largest at the ends of every interval."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[float], float]
+    start: float = -math.inf
+
+
+_STEEP = {
+    "exp": _Steep(torch.exp, math.exp),
+    "expm1": _Steep(torch.expm1, math.exp),
+    "square": _Steep(torch.square, lambda t: 2 * t),
+    "sqrt": _Steep(torch.sqrt, lambda t: 0.5 / math.sqrt(t), 0.0),
+    "rsqrt": _Steep(torch.rsqrt, lambda t: -0.5 * t**-1.5, 0.0),
+    "reciprocal": _Steep(torch.reciprocal, lambda t: -(t**-2), 0.0),
+    "log": _Steep(torch.log, lambda t: 1 / t, 0.0),
+    "log1p": _Steep(torch.log1p, lambda t: 1 / (1 + t), -1.0),
+}
+
+
+def _steep(call: Call, steep: _Steep, label: str) -> Step:
+    """The step of a steep function of x, on the interval in which x is known to lie."""
+    x = call.x
+    a, b = max(x.low, -x.peak), min(x.peak, _highest(call, x))
+    if not a > steep.start and steep.start != -math.inf:
+        call.refuse(
+            f"it has no bounded slope near {steep.start:g}, and nothing keeps its argument away from it",
+            "keep its argument away from 0, e.g. by adding an ε to something that is not negative",
+        )
+    slopes = [_number(steep.slope, end) for end in (a, b)]
+    if not all(map(math.isfinite, slopes)):
+        call.refuse(f"{label} has no slope that fits a float between {a:.3g} and {b:.3g}", BALL)
+
+    def value(t: float) -> float:
+        return float(steep.function(torch.tensor(t, dtype=torch.float64)))
+
+    nearest_to_zero = min(max(0.0, a), b)
+    values = [value(end) for end in (a, b, nearest_to_zero)]
+    curve = Pointwise(
+        (-inflate(max(0.0, *(-s for s in slopes)) * _SLACK), inflate(max(0.0, *slopes) * _SLACK)),
+        lambda t: steep.function(t.clamp(a, b)),
+        at_zero=inflate(abs(values[2]) * _SLACK),
+        peak=inflate(max(map(abs, values)) * _SLACK),
+        everywhere=False,  # beyond the interval the function itself may be steeper
+    )
+    step = pointwise(call, curve, label)
+    least = min(values)
+    return replace(step, low=max(step.low, least - 1e-12 * abs(least)) if math.isfinite(least) else step.low)
+
+
+def _number(function: Callable[[float], float], t: float) -> float:
+    try:
+        return function(t)
+    except OverflowError:
+        return math.inf
+
+
+def _highest(call: Call, x: Signal) -> float:
+    """Above which no entry lies, where x is a negative multiple of something that is bounded from below."""
+    target, args = x.node.target, x.node.args
+    if target is _aten.neg.default:
+        factor = -1.0
+    elif target is _aten.mul.Tensor and isinstance(args[1], int | float):
+        factor = float(args[1])
+    else:
+        return math.inf
+    source = call.lookup(args[0]) if isinstance(args[0], fx.Node) else None
+    if not isinstance(source, Signal) or source.low == -math.inf or factor >= 0:
+        return math.inf
+    return -lower(-factor * source.low)
+
+
+for _name, _entry in _STEEP.items():
+    rule(f"aten.{_name}.default")(functools.partial(_steep, steep=_entry, label=_name))
+
+
+@rule("aten.pow.Tensor_Scalar")
+def power(call: Call) -> Step:
+    """`x^p` on a bounded domain (p > 1: slope p·peak^(p−1)), or away from 0 (p < 1)."""
+    p, x = float(call["exponent"]), call.x
+    if p == 1:
+        return pointwise(call, TABLE["identity"], "power 1")
+    if p == 0:
+        call.refuse("the power 0 is constant but at 0", "leave it out")
+    if p > 1 and p != int(p) and x.low < 0:
+        call.refuse(f"the power {p:g} of negative numbers is not real")
+    exponent = int(p) if p == int(p) else p  # whole powers of negative numbers are real
+    start = 0.0 if p < 1 else -math.inf
+    return _steep(call, _Steep(lambda t: t.pow(exponent), lambda t: p * t ** (exponent - 1), start), f"power {p:g}")
+
+
+# --- what has no constant ---------------------------------------------------------------------------------------------------
 
 _JUMPS = (
     "hardshrink", "sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "floor_divide", "heaviside", "signbit",
@@ -151,13 +258,7 @@ _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 
 
 @rule(*(f"aten.{_name}.{_kind}" for _name in _COMPARISONS for _kind in ("Scalar", "Tensor")))
-@rule(
-    "aten.argmax.default",
-    "aten.argmin.default",
-    "aten.argsort.default",
-    "aten.logical_not.default",
-    "aten.isnan.default",
-)
+@rule(*(f"aten.{_name}.default" for _name in ("argmax", "argmin", "argsort", "logical_not", "isnan")))
 def decides(call: Call) -> Step:
     """A decision: what follows jumps where it changes, unless both sides meet there, which is not looked at."""
     call.refuse(

@@ -1,18 +1,37 @@
-"""Reductions, pooling and resampling: exact norms of the 1-D matrices they are made of."""
+"""Reductions, pooling, resampling, order statistics and concatenations: exact norms, or contractions."""
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Largest, Map, Own
-from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, carried, lower, per_axis, root, rule
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Own, Sorted
+from equipoise.lipschitz.rules.registry import (
+    BALL,
+    Call,
+    Signal,
+    Step,
+    carried,
+    largest,
+    lower,
+    norm_of,
+    per_axis,
+    repeated,
+    root,
+    rule,
+)
+from equipoise.lipschitz.rules.shapes import most_frequent
 from equipoise.norms import spectral_norm
+
+_aten = torch.ops.aten
+
+# --- sums, means and norms --------------------------------------------------------------------------------------------------
 
 
 def _count(call: Call, x: Signal) -> int:
@@ -29,14 +48,8 @@ def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
     x = call.x
     n = _count(call, x)
-    return Step(
-        ((x, inflate(1 / math.sqrt(n)) if n > 1 else 1.0),),
-        "mean",
-        offset=0.0,
-        peak=x.peak,
-        low=lower(x.low),
-        map=Average(),
-    )
+    gain = inflate(1 / math.sqrt(n)) if n > 1 else 1.0
+    return Step(((x, gain),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average())
 
 
 @rule("aten.sum.dim_IntList", "aten.sum.default")
@@ -44,34 +57,41 @@ def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
     x = call.x
     n = _count(call, x)
-    return Step(
-        ((x, root(n)),), "sum over entries", offset=0.0, peak=inflate(n * x.peak), low=lower(n * x.low), map=Average()
-    )
+    peak, low = inflate(n * x.peak), lower(n * x.low)
+    return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=peak, low=low, map=Average())
+
+
+@rule("aten.cumsum.default")
+def running_sum(call: Call) -> Step:
+    """Running sums over n entries: `1/(2·sin(π/(4n + 2)))`, the largest singular value of the triangle of ones."""
+    x = call.x
+    n = x.shape[call["dim"]] if x.shape else 1
+    gain = 1.0 if n == 1 else inflate(0.5 / math.sin(math.pi / (4 * n + 2)))
+    return Step(((x, gain),), "running sum", offset=0.0, peak=inflate(n * x.peak), map=Average())
 
 
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
 def vector_norm(call: Call) -> Step:
-    """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2; ℓ1 over n entries √n."""
+    """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2; ℓp with p < 2 over n entries n^(1/p − 1/2)."""
     x = call.x
-    order = call.get("ord", call.get("p", 2))
+    order = call.get("ord", call.get("p"))
     order = 2.0 if order is None else float(order)
     if order < 1:
         call.refuse(f"the ℓ{order:g} «norm» is not Lipschitz")
-    n = _count(call, x)
-    gain = 1.0 if order >= 2 else inflate(float(n) ** (1 / order - 0.5))
+    gain = 1.0 if order >= 2 else inflate(float(_count(call, x)) ** (1 / order - 0.5))
     return Step(((x, gain),), "vector norm", offset=0.0, low=0.0)
 
 
-@rule("aten.std.correction", "aten.std.dim", "aten.std.default", "aten.var.correction")
+@rule("aten.std.correction", "aten.var.correction")
 def deviation(call: Call) -> Step:
     """`‖x − mean‖/√(n − c)`: 1/√(n − c); its square on a bounded domain: 2·‖x − mean‖/(n − c)."""
     x = call.x
     n = _count(call, x)
-    correction = call.get("correction")
-    left = n - (float(call.get("unbiased", True)) if correction is None else float(correction))
+    correction = call["correction"]
+    left = n - (1.0 if correction is None else float(correction))
     if left <= 0:
         call.refuse("the deviation of a single entry is not defined")
-    if call.node.target is not torch.ops.aten.var.correction:
+    if call.node.target is _aten.std.correction:
         return Step(((x, inflate(1 / math.sqrt(left))),), "standard deviation", offset=0.0, low=0.0)
     size = min(x.norm, inflate(root(n) * x.peak))
     if not math.isfinite(size):
@@ -79,34 +99,33 @@ def deviation(call: Call) -> Step:
     return Step(((x, inflate(2 * size / left)),), "variance", offset=0.0, peak=inflate(size * size / left), low=0.0)
 
 
+# --- pooling and resampling -------------------------------------------------------------------------------------------------
+
+
 def _max_pool(call: Call, *, d: int) -> Step:
-    """`√Π_axes ⌈k·gcd(s, dil)/s⌉`: the number of windows that hold one pixel; attained by a single spike."""
-    k = per_axis(call["kernel_size"], d)
-    s = per_axis(call["stride"], d, k)
-    dil = per_axis(call["dilation"], d)
-    out, sizes = call.shape[-d:], call.x.shape[-d:]
-    for axis in zip(sizes, out, k, s, per_axis(call["padding"], d), dil, strict=True):
-        if _has_empty_window(*axis):
+    """√ of the number of windows that hold one pixel, attained by a single spike: per axis ⌈k·gcd(s, dil)/s⌉ at most."""
+    kernel = per_axis(call["kernel_size"], d)
+    stride = per_axis(call["stride"], d, kernel)
+    axes = zip(
+        call.x.shape[-d:], call.shape[-d:], kernel, stride, per_axis(call["padding"], d), per_axis(call["dilation"], d),
+        strict=True,
+    )  # fmt: skip
+    windows = 1
+    for n, out, k, s, p, dilation in axes:
+        pixels = torch.arange(out)[:, None] * s - p + torch.arange(k) * dilation
+        inside = (pixels >= 0) & (pixels < n)
+        if not bool(inside.any(1).all()):
             call.refuse("a window holds nothing but padding, so its maximum is −∞", "pad less, or dilate less")
-    windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
+        windows *= most_frequent(torch.where(inside, pixels + 1, 0))
     return _pooled(call, windows, d)
-
-
-def _has_empty_window(n: int, out: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
-    """Whether a window along one axis reads no pixel."""
-    starts = (j * stride - padding for j in range(out))
-    return any(not any(0 <= start + i * dilation < n for i in range(kernel)) for start in starts)
 
 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
     """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
     windows = 1
     for n, o in zip(call.x.shape[-d:], call.shape[-d:], strict=True):
-        cover = [0] * n
-        for i in range(o):
-            for j in range(i * n // o, -(-(i + 1) * n // o)):
-                cover[j] += 1
-        windows *= max(cover, default=0)
+        pixels = [j + 1 for i in range(o) for j in range(i * n // o, -(-(i + 1) * n // o))]
+        windows *= most_frequent(torch.tensor(pixels))
     return _pooled(call, windows, d)
 
 
@@ -114,83 +133,199 @@ def _pooled(call: Call, windows: int, d: int) -> Step:
     return carried(call.x, root(windows), "max pooling", Largest(windows, sliding=True, dims=d))
 
 
-def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
-    """Norm of a Kronecker product of 1-D matrices: the product of their norms."""
-    lower, upper = abs(factor), inflate(abs(factor))
+def _linear_step(call: Call, x: Signal, matrices: list[Tensor], label: str, map: Map, factor: float = 1.0) -> Step:
+    """A Kronecker product of 1-D matrices, `factor` times: the product of their norms."""
+    below, above = abs(factor), inflate(abs(factor))
+    peak = above
     with torch.no_grad(), full_precision():
         for matrix in matrices:
-            found = spectral_norm(matrix.double(), rtol=1e-6)
-            lower, upper = lower * float(found.lower) * (1 - 2.0**-49), inflate(upper * float(found.upper))
-    return Bracket(lower, upper, method="1-D matrices")
+            bracket = spectral_norm(matrix.double(), rtol=1e-6)
+            below *= float(bracket.lower) * (1 - 2.0**-49)
+            above = inflate(above * float(bracket.upper))
+            rounding = 1 + 100 * torch.finfo(matrix.dtype).eps
+            peak = inflate(peak * float(matrix.double().abs().sum(1).max()) * rounding)
+    low = 0.0 if isinstance(map, Average) and x.low >= 0 else -math.inf
+    bracket = Bracket(below, above, method="1-D matrices")
+    return Step(((x, above),), label, bracket=bracket, offset=0.0, peak=inflate(peak * x.peak), low=low, map=map)
 
 
 def _avg_pool(call: Call, *, d: int) -> Step:
     """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
-    x = call.x
-    k = per_axis(call["kernel_size"], d)
-    s = per_axis(call["stride"], d, k)
-    p = per_axis(call["padding"], d)
+    kernel = per_axis(call["kernel_size"], d)
+    stride = per_axis(call["stride"], d, kernel)
     divisor = call.get("divisor_override")
     matrices = []
-    for size, *axis in zip(x.shape[-d:], k, s, p, strict=True):
+    for size, *axis in zip(call.x.shape[-d:], kernel, stride, per_axis(call["padding"], d), strict=True):
         eye = torch.eye(size, dtype=torch.float64)[:, None]
         settings: Any = (*axis, bool(call["ceil_mode"]), bool(call["count_include_pad"]))
-        one = torch.nn.functional.avg_pool1d(eye, *settings)
-        matrices.append((one if divisor is None else (one > 0).double())[:, 0].mT)
-    found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
-    row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
-    return Step(
-        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=inflate(abs(row_sum) * x.peak),
-        low=0.0 if x.low >= 0 and (divisor or 1) > 0 else -math.inf, map=Average() if divisor is None or divisor > 0 else Own(),
-    )  # fmt: skip
+        columns = torch.nn.functional.avg_pool1d(eye, *settings)[:, 0].mT
+        matrices.append(columns if divisor is None else (columns > 0).double())
+    factor = 1.0 if divisor is None else 1.0 / divisor
+    return _linear_step(call, call.x, matrices, "average pooling", Average() if factor > 0 else Own(), factor)
 
 
-_UPSAMPLERS = (
-    *(f"upsample_{m}{d}d" for m, d in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1), ("bilinear", 2),
-                                       ("trilinear", 3), ("bicubic", 2))),
-    *(f"_upsample_nearest_exact{d}d" for d in (1, 2, 3)), "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-)  # fmt: skip
-
-
-def _resampling(call: Call, *, d: int, label: str, known: Map) -> Step:
+def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     """Interpolation and adaptive average pooling: the operation itself gives the 1-D matrix of every axis.
 
     Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     sizes = x.shape[-d:]
-    rest = call.node.args[1:]
-    apply: Callable[[Tensor], Tensor] = lambda t: call.node.target(t, *rest, **call.node.kwargs)  # type: ignore[operator] # noqa: E731
+    operation: Callable[..., Tensor] = call.node.target  # type: ignore[assignment]
     matrices = []
-    for axis in range(d):
-        n = sizes[axis]
+    for axis, n in enumerate(sizes):
         if n * math.prod(sizes) > 60_000_000:
             call.refuse("the input is too large to read off the resampling matrix", "bound it on a smaller input")
         shape = [n, 1, *[1] * d]
         shape[2 + axis] = n
-        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes)
+        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes).contiguous()
         with torch.no_grad():
-            seen = apply(probe.contiguous()).movedim(2 + axis, 1).flatten(2)
-        if bool((seen.amax(-1) - seen.amin(-1) > 1e-5).any()):
+            answer = operation(probe, *call.node.args[1:], **call.node.kwargs).movedim(2 + axis, 1).flatten(2)
+        if bool((answer.amax(-1) - answer.amin(-1) > 1e-5).any()):
             call.refuse("this resampling is not separable")
-        matrices.append(seen[..., 0].mT)
-    found = separable(matrices, 1 + 1e-6)  # weights read off in the model's precision
-    peak = math.prod(float(m.double().abs().sum(1).max()) for m in matrices)
-    return Step(
-        ((x, float(found.upper)),), label, bracket=found, offset=0.0, peak=inflate(peak * x.peak * (1 + 1e-5)),
-        map=known,
-    )  # fmt: skip
+        matrices.append(answer[..., 0].mT)
+    rounding = 10 * torch.finfo(x.dtype).eps  # weights are read off in the model's precision
+    return _linear_step(call, x, matrices, label, map, 1 + rounding)
 
 
+_UPSAMPLERS = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
 for _d in (1, 2, 3):
     rule(f"aten.max_pool{_d}d.default", f"aten.max_pool{_d}d_with_indices.default")(functools.partial(_max_pool, d=_d))
     rule(f"aten.adaptive_max_pool{_d}d.default")(functools.partial(_adaptive_max_pool, d=_d))
     rule(f"aten.avg_pool{_d}d.default")(functools.partial(_avg_pool, d=_d))
     rule(f"aten.adaptive_avg_pool{_d}d.default")(
-        functools.partial(_resampling, d=_d, label="average pooling", known=Average())
+        functools.partial(_resampling, d=_d, label="average pooling", map=Average())
     )
-    for _up in _UPSAMPLERS:
-        if f"{_d}d" in _up:
-            rule(f"aten.{_up}.vec", f"aten.{_up}.default")(
-                functools.partial(_resampling, d=_d, label="resampling", known=Own())
+    for _name in _UPSAMPLERS:
+        if f"{_d}d" in _name:
+            rule(f"aten.{_name}.vec", f"aten.{_name}.default")(
+                functools.partial(_resampling, d=_d, label="resampling", map=Own())
             )
+
+
+# --- order statistics, maxima and concatenations ----------------------------------------------------------------------------
+
+
+@rule("aten.sort.default", "aten.sort.stable", "aten.topk.default")
+def sort(call: Call) -> Step:
+    """Sorting along a dimension (GroupSort), or the k largest, is a contraction: the values only."""
+    x = call.x
+    if not call.get("sorted", True) and call["k"] > 1:
+        call.refuse("the k largest in no fixed order jump where two of them change places", "ask for sorted=True")
+    by_rows = call.get("dim", -1) in (-1, len(x.shape) - 1)
+    return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
+
+
+@rule(
+    *(f"aten.{name}" for name in ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default"))
+)
+def extreme(call: Call) -> Step:
+    """The largest or smallest of disjoint sets of entries: 1, the values only."""
+    return carried(call.x, 1.0, "order statistic", Largest())
+
+
+@rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
+def two_to_one(call: Call) -> Step:
+    """The larger or smaller of two entries: root of the sum of squares."""
+    gains, fixed, peak = repeated(call, (call["self"], call["other"]))
+    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
+    return Step(gains, "maximum", "root", offset=offset, peak=peak, map=Largest())
+
+
+@rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
+def concatenation(call: Call) -> Step:
+    """Root of the sum of squares; a maximum next to the minimum of the same entries only reorders them (MaxMin)."""
+    join = torch.stack if call.node.target is _aten.stack.default else torch.cat
+    tensors = call["tensors"]
+    signals = [t for t in tensors if isinstance(t, Signal)]
+    constants = [t for t in tensors if isinstance(t, Tensor) and t.numel()]
+    offset = inflate(math.hypot(*map(norm_of, constants)))
+    sources = _without_max_min(call, signals)
+    return Step(
+        tuple((s, 1.0) for s in sources),
+        "concatenation",
+        "root",
+        offset=offset,
+        norm=inflate(math.hypot(*(t.norm for t in signals), offset)),
+        peak=max([t.peak for t in signals] + [largest(t) for t in constants]),
+        low=min([t.low for t in signals] + [float(t.min()) for t in constants]),
+        map=_join(call, join) if sources == signals else Sorted(),
+    )
+
+
+def _join(call: Call, join: Callable[..., Tensor]) -> Join:
+    fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in call["tensors"])
+    return Join(fixed, functools.partial(join, dim=call["dim"]))
+
+
+#: operations that give the same tensor when they are called twice
+_SAME_VIEWS = {
+    _aten.view.default, _aten.reshape.default, _aten.unflatten.int, _aten.transpose.int, _aten.permute.default,
+    _aten.unsqueeze.default, _aten.flatten.using_ints,
+}  # fmt: skip
+_LARGER = {_aten.maximum.default, _aten.max.other, _aten.amax.default, _aten.max.dim}
+_SMALLER = {_aten.minimum.default, _aten.min.other, _aten.amin.default, _aten.min.dim}
+
+
+def _without_max_min(call: Call, parts: list[Signal]) -> list[Signal]:
+    """The parts, with the maximum and the minimum of the same entries replaced by what they are taken of.
+
+    Of two or more entries, maximum and minimum are two different ones of them, so together they hold each at most once.
+    """
+    waiting: dict[Any, tuple[Signal, bool]] = {}
+    sources: list[Signal] = []
+    paired: list[Signal] = []
+    for part in parts:
+        key, of, is_maximum = _compared(call, part)
+        other, other_is_maximum = waiting.get(key, (part, is_maximum))
+        if not of or other_is_maximum is is_maximum:
+            sources.append(part)
+            waiting.setdefault(key, (part, is_maximum))
+            continue
+        del waiting[key]
+        sources.remove(other)
+        paired += of
+    return paired + sources
+
+
+def _compared(call: Call, part: Signal) -> tuple[Any, list[Signal], bool]:
+    """Which entries a maximum or minimum is taken of, as a key and as signals (none: not of this kind), and which it is."""
+    node: Any = part.node
+    if node.target is operator.getitem and node.args[1] == 0:
+        node = node.args[0]
+    if node.target not in _LARGER | _SMALLER or node.kwargs:
+        return part, [], False
+    is_maximum = node.target in _LARGER
+    operands = [call.lookup(n) for n in node.all_input_nodes]
+    if not all(isinstance(s, Signal) for s in operands):
+        return part, [], False
+    if len(operands) == 2:  # maximum(a, b)
+        key: Any = frozenset(_identity(call, n) for n in node.args)
+        fits = len(key) == 2 and all(s.shape == part.shape for s in operands)
+        return key, operands if fits else [], is_maximum
+    if len(node.args) < 2 or isinstance(node.args[1], fx.Node):
+        return part, [], False
+    shape = operands[0].shape
+    dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    dims = tuple(sorted(d % len(shape) for d in dims))
+    several = math.prod(shape[d] for d in dims) > 1
+    return (_identity(call, node.args[0]), dims), operands if several else [], is_maximum
+
+
+def _identity(call: Call, argument: Any, depth: int = 3) -> Any:
+    """What a tensor holds, so that `x[:, :2]` taken twice is one thing: which entries of which other one, or which view."""
+    if not isinstance(argument, fx.Node):
+        return tuple(argument) if isinstance(argument, list) else argument
+    signal = call.lookup(argument)
+    if not isinstance(signal, Signal) or signal.pieces:
+        return argument
+    if signal.part is not None:
+        base, places = signal.part
+        return base, tuple(places.shape), places.numpy().tobytes()
+    if depth and argument.target in _SAME_VIEWS and not argument.kwargs:
+        return argument.target, *(_identity(call, a, depth - 1) for a in argument.args)
+    return argument

@@ -221,9 +221,9 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation; refused where there is none."""
-    found = _found(node)
-    if found is not None:
-        return found
+    function = _rule_of(node)
+    if function is not None:
+        return function
     name = _name(node.target)
     kind = " on complex numbers" if _is_complex(node) else ""
     raise Refused(
@@ -234,10 +234,10 @@ def find_rule(node: fx.Node) -> Rule:
 
 def has_rule(node: fx.Node) -> bool:
     """Whether a node's operation has a rule."""
-    return _found(node) is not None
+    return _rule_of(node) is not None
 
 
-def _found(node: fx.Node) -> Rule | None:
+def _rule_of(node: fx.Node) -> Rule | None:
     table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
     if name not in table:
         _load_installed()
@@ -259,13 +259,13 @@ def _load_installed() -> None:
     """Rules of installed packages, once: entry points of the group `equipoise.rules`, modules that register or mappings."""
     for entry in importlib.metadata.entry_points(group="equipoise.rules"):
         try:
-            found = entry.load()
+            loaded = entry.load()
         except Exception as error:
             raise InputError(
                 f"the rules {entry.value} of an installed package cannot be loaded: {one_line(error)}"
             ) from error
-        if isinstance(found, Mapping):
-            for name, function in found.items():
+        if isinstance(loaded, Mapping):
+            for name, function in loaded.items():
                 if name not in _RULES:
                     register_rule(name)(function)
 
@@ -296,6 +296,17 @@ def norm_of(values: Tensor | None) -> float:
     return float(frobenius(wide.reshape(1, -1)))
 
 
+def largest(value: Tensor | complex) -> float:
+    """Upper bound of the entries of a constant, in modulus; 0 if it has none."""
+    if not isinstance(value, Tensor):
+        return inflate(abs(value)) if isinstance(value, complex) else abs(float(value))
+    if value.numel() == 0:
+        return 0.0
+    if value.is_complex():
+        return inflate(float(value.detach().to(torch.complex128).abs().max()))
+    return float(value.detach().abs().max())
+
+
 def lower(x: float) -> float:
     """A little below a number of either sign, so that it covers the rounding of a few operations."""
     return -inflate(-x) if x < 0 else deflate(x)
@@ -323,8 +334,8 @@ def repeated(call: "Call", values: Iterable[Any]) -> tuple[tuple[tuple[Signal, f
     for value in values:
         if isinstance(value, Signal):
             gains.append((value, copies(value, call.shape)))
-        elif not isinstance(value, Tensor) or value.numel():
-            fixed = max(fixed, float(torch.as_tensor(value).abs().max()))
+        else:
+            fixed = max(fixed, largest(value))
     return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
@@ -364,8 +375,7 @@ def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
 _aten = torch.ops.aten
 #: a constant −∞ may enter here …
 _MASKING = {
-    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf,
-    _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
+    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
 }  # fmt: skip
 #: … be carried on by these …
 _CARRYING = {

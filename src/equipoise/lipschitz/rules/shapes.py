@@ -1,118 +1,139 @@
-"""Operations that move entries without computing: views and permutations are isometries, selections contract, copies stretch."""
+"""Operations that move entries: views and permutations are isometries, selections contract, copies stretch, writes merge."""
 
 import math
-from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Copy, Map, Padded, Piece, Pieces, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, carried, copies, repeated, root, rule, unchanged
+from equipoise.lipschitz.rules.registry import (
+    Call,
+    Signal,
+    Step,
+    carried,
+    copies,
+    largest,
+    norm_of,
+    repeated,
+    root,
+    rule,
+    unchanged,
+)
+from equipoise.lipschitz.values import exactly
 from equipoise.maps.linear import Padding
 
-#: the same entries in another order of dimensions
+#: the same entries in another shape or order
 VIEWS = (
-    "movedim.int", "movedim.intlist", "swapaxes.default", "t.default", "numpy_T.default", "flip.default", "roll.default",
-    "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default", "mT.default",
+    "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int", "squeeze.default",
+    "squeeze.dim", "squeeze.dims", "unsqueeze.default", "transpose.int", "permute.default", "t.default", "flip.default",
+    "roll.default", "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default",
 )  # fmt: skip
-#: the same entries in the same order
-RESHAPES = (
-    "view.default", "reshape.default", "_unsafe_view.default", "view_as.default", "reshape_as.default", "flatten.using_ints",
-    "unflatten.int", "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default", "contiguous.default",
-    "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default", "ravel.default",
+#: some entries, each once
+SELECTIONS = ("slice.Tensor", "select.int", "diagonal.default")
+#: entries read any number of times from constant places, zeros among them
+INDEXED = (
+    "expand.default", "repeat.default", "index.Tensor", "index_select.default", "gather.default", "unfold.default",
+    "im2col.default", "tril.default", "triu.default", "diag_embed.default",
 )  # fmt: skip
-PIECES = (
-    "split.Tensor",
-    "split.sizes",
-    "split_with_sizes.default",
-    "chunk.default",
-    "tensor_split.sections",
-    "unsafe_split.Tensor",
-    "unsafe_chunk.default",
-)
+#: several tensors that together hold every entry once
+PIECES = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unbind.int")
+#: copies, which hold the same entries
+COPIES = ("contiguous.default", "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default")
+#: the identity on what has a bound: casts to narrow types are refused for their result
+IDENTITIES = (
+    *COPIES,
+    "dropout.default", "alpha_dropout.default", "feature_dropout.default", "feature_alpha_dropout.default",
+    "nan_to_num.default", "to.dtype", "_to_copy.default", "to.dtype_layout", "to.device", "type_as.default", "to.other",
+)  # fmt: skip
 _aten = torch.ops.aten
-_SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
+SOFTMAX = (_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default)
 
 
-def _view(x: Signal, keeps_rows: bool) -> Step:
-    return carried(x, 1.0, "view", Copy(traced=True), x.row if keeps_rows else math.inf)
+def _names(operations: tuple[str, ...]) -> list[str]:
+    return [f"aten.{name}" for name in operations]
 
 
-@rule(*(f"aten.{name}" for name in VIEWS))
+def require_constant_places(call: Call) -> None:
+    """Refuse positions that depend on the input."""
+    indices = [call.get("index"), *(call.get("indices") or ())]
+    if any(isinstance(index, Signal) for index in indices):
+        call.refuse("positions that depend on the input jump with it", "index with constants")
+
+
+def _places(call: Call, x: Signal) -> Tensor:
+    """For every entry of the result its position in x, counted from 1; 0 where it is a constant zero."""
+    numbers = torch.arange(1.0, x.numel + 1, dtype=torch.float64).reshape(x.shape)
+    moved: Tensor = exactly(call.node, {x.node: numbers}, call.lookup)
+    return moved.long()
+
+
+def _row(x: Signal, places: Tensor) -> float:
+    """The row bound of x where every row of the result holds entries of one row of x, each at most once."""
+    if not x.shape or places.dim() == 0 or places.numel() == 0:
+        return math.inf
+    rows = places.reshape(-1, places.shape[-1])
+    sources = (rows - 1) // x.shape[-1]
+    one_row = (sources == sources.amax(1, keepdim=True)) | (rows == 0)
+    ordered = rows.sort(1)[0]
+    repeats = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] > 0)
+    return x.row if bool(one_row.all()) and not bool(repeats.any()) else math.inf
+
+
+@rule(*_names(VIEWS))
 def view(call: Call) -> Step:
     """The same entries in another order: an isometry."""
-    return _view(call.x, False)
+    return _selected(call, "view")
 
 
-@rule(*(f"aten.{name}" for name in RESHAPES))
-def reshape(call: Call) -> Step:
-    """The same entries in the same order; rows stay inside old rows where the last dimension divides."""
+@rule(*_names(SELECTIONS))
+def selection(call: Call) -> Step:
+    """Some entries: a contraction. One component of a softmax: 1/(2√2), p_i(1 − p_i)·√2 at most."""
+    return _component(call) or _selected(call, "selection")
+
+
+def _selected(call: Call, label: str) -> Step:
     x = call.x
-    rows = bool(x.shape) and bool(call.shape) and call.shape[-1] > 0 and x.shape[-1] % call.shape[-1] == 0
-    return _view(x, rows)
+    row = _row(x, _places(call, x)) if math.isfinite(x.row) else math.inf
+    return carried(x, 1.0, label, Copy(traced=True), row)
 
 
-@rule("aten.transpose.int")
-def transpose(call: Call) -> Step:
-    """Two dimensions exchanged."""
-    x = call.x
-    dims = len(x.shape)
-    a, b = call["dim0"] % max(1, dims), call["dim1"] % max(1, dims)
-    return _view(x, a == b or dims - 1 not in (a, b))
-
-
-@rule("aten.permute.default")
-def permute(call: Call) -> Step:
-    """Dimensions in another order."""
-    x = call.x
-    return _view(x, bool(x.shape) and call["dims"][-1] % len(x.shape) == len(x.shape) - 1)
-
-
-@rule("aten.slice.Tensor", "aten.narrow.default")
-def stretch_of(call: Call) -> Step:
-    """Some entries along a dimension: a contraction. One component of a softmax: 1/(2√2), p_i(1 − p_i)·√2 at most."""
-    x, dim = call.x, call["dim"]
-    return _component(call, x, dim if call.shape[dim] == 1 else None) or _chosen(x, x.row)
-
-
-@rule("aten.select.int")
-def select(call: Call) -> Step:
-    """One position along a dimension."""
-    x, dim = call.x, call["dim"]
-    return _component(call, x, dim) or _chosen(x, x.row if dim % len(x.shape) != len(x.shape) - 1 else math.inf)
-
-
-@rule("aten.diagonal.default")
-def diagonal(call: Call) -> Step:
-    """Some entries."""
-    return _chosen(call.x, math.inf)
-
-
-def _chosen(x: Signal, row: float) -> Step:
-    return carried(x, 1.0, "selection", Copy(traced=True), row)
-
-
-def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
-    """The step of a selection that takes one component of a softmax, `p[..., i]` or a slice of length 1."""
-    if dim is None or x.node.target not in _SOFTMAX or dim % len(x.shape) != int(x.node.args[1]) % len(x.shape):  # type: ignore[arg-type]
+def _component(call: Call) -> Step | None:
+    """The step of a selection of one component of a softmax, `p[..., i]` or a slice of length 1."""
+    x, dim = call.x, call.get("dim")
+    if x.node.target not in SOFTMAX or dim is None:
         return None
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
-    if not isinstance(scores, Signal):
+    along: int = x.node.args[1]  # type: ignore[assignment]
+    same = dim % len(x.shape) == along % len(x.shape)
+    if not same or math.prod(call.shape) * x.shape[dim] != x.numel or not isinstance(scores, Signal):
         return None
-    return Step(
-        ((scores, inflate(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product()
-    )
+    gains = ((scores, inflate(math.sqrt(0.125))),)
+    return Step(gains, "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
 
 
-@rule(*(f"aten.{name}" for name in PIECES), "aten.unbind.int")
+@rule(*_names(INDEXED))
+def indexed(call: Call) -> Step:
+    """Entries at constant positions: √ of how often the most frequent one is read."""
+    require_constant_places(call)
+    x = call.x
+    places = _places(call, x)
+    gain = root(most_frequent(places))
+    low = min(0.0, x.low) if bool((places == 0).any()) else x.low
+    return Step(((x, gain),), "index", offset=0.0, peak=x.peak, row=_row(x, places), low=low, map=Copy())
+
+
+def most_frequent(places: Tensor) -> int:
+    """How often the most frequent of these positive integers occurs; zeros do not count."""
+    return int(torch.bincount(places.flatten(), minlength=2)[1:].max())
+
+
+@rule(*_names(PIECES))
 def pieces(call: Call) -> Step:
     """All pieces together hold every entry once; `getitem` takes one."""
     x = call.x
-    removed = call["dim"] % len(x.shape) if call.node.target is _aten.unbind.int else None
-    row = math.inf if removed == len(x.shape) - 1 else x.row
-    return carried(x, 1.0, "split", Pieces(), row)
+    splits_rows = call.node.target is _aten.unbind.int and call["dim"] % len(x.shape) == len(x.shape) - 1
+    return carried(x, 1.0, "split", Pieces(), math.inf if splits_rows else x.row)
 
 
 @rule("getitem")
@@ -121,141 +142,98 @@ def getitem(call: Call) -> Step:
     x, index = call.x, call.node.args[1]
     assert isinstance(index, int)
     value = call.node.meta.get("val")
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         call.refuse("the position of a maximum jumps with the input", "use the values only")
-    split = x.pieces
-    if not split and index != 0:
+    if not x.pieces and index != 0:
         call.refuse("only the first result of this operation has a rule", "use the result itself, not its statistics")
-    found: Map = Piece(index) if split else Copy(same=True, traced=True)
-    return Step(((x, 1.0),), "piece", offset=math.inf, peak=x.peak, row=x.row, norm=x.norm, low=x.low, map=found)
+    map: Map = Piece(index) if x.pieces else Copy(same=True, traced=True)
+    return Step(((x, 1.0),), "piece", peak=x.peak, row=x.row, norm=x.norm, low=x.low, map=map)
 
 
-@rule("aten.tril.default", "aten.triu.default")
-def triangle(call: Call) -> Step:
-    """Entries set to zero: a contraction."""
-    x = call.x
-    return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=x.row, map=Copy())
-
-
-@rule(
-    "aten.expand.default",
-    "aten.expand_as.default",
-    "aten.broadcast_to.default",
-    "aten.repeat.default",
-    "aten.tile.default",
-    "aten.repeat_interleave.self_int",
-)
-def repetition(call: Call) -> Step:
-    """Every entry n times: √n."""
-    x = call.x
-    row = x.row if x.shape and call.shape[-1] == x.shape[-1] else math.inf
-    return carried(x, copies(x, call.shape), "repeat", Copy(), row)
-
-
-@rule("aten.index.Tensor")
-def index(call: Call) -> Step:
-    """Entries at constant positions: √ of how often the most frequent one is read."""
-    return _indexed(call, call["indices"])
-
-
-@rule("aten.index_select.default")
-def index_select(call: Call) -> Step:
-    """Entries at constant positions along one dimension."""
-    x = call.x
-    return _indexed(call, [None] * (call["dim"] % len(x.shape)) + [call.constant("index")])
-
-
-def _indexed(call: Call, indices: list[Any]) -> Step:
-    x = call.x
-    if any(isinstance(i, Signal) for i in indices or []):
-        call.refuse("positions that depend on the input jump with it", "index with constants")
-    flat = torch.arange(x.numel).reshape(x.shape)
-    return entries(x, flat[tuple(slice(None) if i is None else i for i in indices)])
-
-
-def entries(x: Signal, places: Tensor) -> Step:
-    """Entries of x at these places of its flat order: √ of how often the most frequent one is read."""
-    most = int(torch.bincount(places.flatten(), minlength=1).max()) if places.numel() else 0
-    return carried(x, root(most), "index", Copy())
-
-
-@rule(
-    "aten.dropout.default",
-    "aten.alpha_dropout.default",
-    "aten.feature_dropout.default",
-    "aten.feature_alpha_dropout.default",
-)
-def dropout(call: Call) -> Step:
-    """The identity in evaluation; random in training."""
-    if call["train"]:
+@rule(*_names(IDENTITIES))
+def identity(call: Call) -> Step:
+    """The identity in evaluation, on finite numbers, between float32 and float64."""
+    if call.get("train"):
         call.refuse("dropout is active, so the map is random", "call model.eval() first")
     return unchanged(call.x)
 
 
-@rule(
-    "aten.to.dtype",
-    "aten._to_copy.default",
-    "aten.to.dtype_layout",
-    "aten.to.device",
-    "aten.type_as.default",
-    "aten.to.other",
-)
-def cast(call: Call) -> Step:
-    """A change between float32 and float64 is the identity; other types round, which no constant covers."""
-    x = call.x
-    value = call.node.meta.get("val")
-    kept = (torch.float32, torch.float64)
-    if not isinstance(value, Tensor) or value.dtype not in kept or x.dtype not in kept:
-        call.refuse("a cast to a narrow or integer type rounds, which is discontinuous", "keep float32 or float64")
-    return unchanged(x)
-
-
 @rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Step:
-    """Padding: √ of how often the most copied entry appears, per axis; zeros 1, reflect and circular ≤ √2, replicate √(p + 1)."""
-    x, mode, value = call.x, call.get("mode", "constant"), float(call["value"] or 0.0)
+    """Padding: √ of how often the most copied entry appears; zeros 1, reflect and circular ≤ √2 per axis, replicate √(p + 1)."""
+    x, mode = call.x, call.get("mode", "constant")
+    value = float(call["value"] or 0.0)
     twice = list(call["pad"])
-    amounts = [(twice[2 * i], twice[2 * i + 1]) for i in range(len(twice) // 2)][::-1]
-    sizes = x.shape[len(x.shape) - len(amounts) :]
     fixed = mode == "constant"
-    gain = 1.0
-    if not fixed:
-        if any(p < 0 for pair in amounts for p in pair):
-            call.refuse("negative amounts in this padding mode", "slice first")
-        top = math.prod(_most_copied(n, pair, mode) for n, pair in zip(sizes, amounts, strict=True))
-        gain = root(top)
-    negative = any(p < 0 for pair in amounts for p in pair)
-    added = math.prod(call.shape) - (0 if negative else x.numel)
-    form = None if negative or value else Padding(tuple(amounts), tuple(sizes), "zeros" if fixed else mode)
-    spatial = len(amounts) == len(x.shape) - 2
 
     def run(t: Tensor, fill: float) -> Tensor:
         return torch.nn.functional.pad(t, twice, mode=mode, value=fill if fixed else None)
 
-    return Step(
-        ((x, gain),), f"{mode} padding", offset=inflate(abs(value) * math.sqrt(added)), peak=max(x.peak, abs(value)),
-        low=min(value, x.low) if fixed else x.low, map=Padded(value if fixed else 0.0, run, form if spatial else None),
-    )  # fmt: skip
+    gain = 1.0
+    if not fixed:
+        numbers = torch.arange(1.0, x.numel + 1, dtype=torch.float64).reshape(x.shape)
+        gain = root(most_frequent(run(numbers, 0.0).long()))
+    negative = min(twice) < 0
+    added = math.prod(call.shape) - (0 if negative else x.numel)
+    amounts = tuple(zip(twice[::2], twice[1::2], strict=True))[::-1]
+    form = None
+    if not negative and not value and len(amounts) == len(x.shape) - 2:
+        form = Padding(amounts, x.shape[2:], "zeros" if fixed else mode)
+    offset = inflate(abs(value) * math.sqrt(added))
+    low = min(value, x.low) if fixed else x.low
+    map = Padded(value if fixed else 0.0, run, form)
+    return Step(((x, gain),), f"{mode} padding", offset=offset, peak=max(x.peak, abs(value)), low=low, map=map)
 
 
-def _most_copied(n: int, pair: tuple[int, int], mode: str) -> int:
-    flat = torch.arange(float(n)).reshape(1, 1, n)
-    padded = torch.nn.functional.pad(flat, pair, mode=mode).flatten().tolist()
-    return max(Counter(padded).values())
-
-
-@rule(
-    "aten.where.self",
-    "aten.where.ScalarOther",
-    "aten.where.ScalarSelf",
-    "aten.masked_fill.Scalar",
-    "aten.masked_fill.Tensor",
-)
-def where_(call: Call) -> Step:
+@rule("aten.where.self", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def mask(call: Call) -> Step:
     """A constant mask chooses entries: root of the sum of squares over the branches."""
-    mask = call.get("condition") if "condition" in call.arguments else call.get("mask")
-    if isinstance(mask, Signal):
+    values = dict(call.arguments)
+    condition = values.pop("condition", None) if "condition" in values else values.pop("mask")
+    if isinstance(condition, Signal):
         call.refuse("the mask depends on the input, so the choice jumps", "use relu, clamp or maximum")
-    gains, fixed, peak = repeated(call, (v for k, v in call.arguments.items() if k not in ("condition", "mask")))
+    gains, fixed, peak = repeated(call, values.values())
     offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
     return Step(gains, "mask", "root", offset=offset, peak=peak)
+
+
+@rule("aten.copy.default")
+def overwrite(call: Call) -> Step:
+    """One tensor in the place of another, with broadcasting."""
+    x = call.signal("src")
+    return carried(x, copies(x, call.shape), "copy")
+
+
+@rule("aten.slice_scatter.default", "aten.select_scatter.default")
+def overwrite_part(call: Call) -> Step:
+    """Some entries of one tensor, the others of another: root of the sum of squares."""
+    return _merged(call, call["src"], 1.0)
+
+
+@rule("aten.index_put.default", "aten._unsafe_index_put.default", "aten.scatter_add.default")
+def scatter(call: Call) -> Step:
+    """Entries written to, or added at, constant places: √ of how many meet in one place."""
+    require_constant_places(call)
+    numbers = torch.arange(1, math.prod(call.shape) + 1).reshape(call.shape)
+    if "indices" in call.arguments:
+        places = numbers[tuple(slice(None) if i is None else i for i in call["indices"])]
+        values = call["values"]
+    else:
+        places = numbers.gather(call["dim"], call["index"])
+        values = call["src"]
+    most = most_frequent(places)
+    added = bool(call.get("accumulate", True))
+    if not added and most > 1:
+        call.refuse("two entries are written to one place, in no fixed order", "use index_add, or distinct positions")
+    times = math.prod(places.shape) // max(1, math.prod(values.shape))  # values that broadcast
+    return _merged(call, values, inflate(root(most) * root(max(1, times))), added)
+
+
+def _merged(call: Call, written: Signal | Tensor, gain: float, added: bool = False) -> Step:
+    """Entries of `self` with those of `written` put among them, or (`added`) added to them."""
+    parts = ((call["self"], 1.0), (written, gain))
+    gains = tuple(part for part in parts if isinstance(part[0], Signal))
+    offset = sum(factor * norm_of(value) for value, factor in parts if isinstance(value, Tensor))
+    peak = max(value.peak if isinstance(value, Signal) else largest(value) for value, _ in parts)
+    combine = "sum" if added else "root"
+    return Step(gains, "scatter", combine, offset=inflate(offset), peak=math.inf if added else peak)  # type: ignore[arg-type]

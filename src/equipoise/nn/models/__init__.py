@@ -55,10 +55,10 @@ def build(name: str, **arguments: Any) -> nn.Module:
     """
     builder = _builder(name)
     preset = getattr(builder, "keywords", {})  # what makes a preset the network of its name
-    known = [key for key in inspect.signature(builder).parameters if key not in preset]
-    unknown = [key for key in arguments if key not in known]
+    names = [key for key in inspect.signature(builder).parameters if key not in preset]
+    unknown = [key for key in arguments if key not in names]
     if unknown:
-        raise InputError(f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(known)}")
+        raise InputError(f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(names)}")
     return builder(**arguments)
 
 

@@ -51,7 +51,7 @@ class TokenShift(nn.Module):
     """Features in `reach` groups, group g that of the token g places before (zeros where there is none).
 
     Guarantee: 1-Lipschitz, since every entry is moved to a place of its own or forgotten; nothing is rounded. The tokens just
-    before are seen without the price of attention over all of them.
+    before are read without attention over all of them.
 
     >>> TokenShift(2)(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])).tolist()
     [[[1.0, 0.0], [3.0, 2.0]]]
@@ -73,23 +73,54 @@ class TokenShift(nn.Module):
 
 
 class LipschitzGPT(nn.Module):
-    """Embedding, positions, `depth` times attention and a two-layer network as convex residuals, and a linear head.
+    """A character model with L2 attention and convex residuals whose logits can be held at a proved Lipschitz constant.
 
-    The two-layer networks read the features of the last `reach` tokens, a group of features of each.
+    Embedding, positions, `depth` times attention and a two-layer network as convex residuals, and a linear head.
+    `SpectralGuard(model, model.radii())` holds the weights so that `lipschitz_bound(model.body, zeros(1, context, width))` is at
+    most `constant`, for all embeddings; without the guard the weights are free and the bound follows them.
 
-    `radii()` are the radii under which the logits are `constant`-Lipschitz in the embeddings, for a `SpectralGuard`; the
-    constant that is proved is that of `lipschitz_bound(model.body, …)`, from the embeddings, or of the model itself on one-hot
-    rows, for the weights at hand.
+    Args:
+        vocabulary: number of tokens.
+        context: the longest sequence.
+        width: features of a token.
+        depth: pairs of blocks.
+        heads: of the attention.
+        hidden: of the two-layer networks, 4 times the width by default.
+        constant: Lipschitz constant of the logits in the embeddings, None for none.
+        reach: the two-layer networks read a group of features of each of the last `reach` tokens.
+
+    >>> from equipoise.lipschitz import lipschitz_bound
+    >>> model = LipschitzGPT(vocabulary=7, context=4, width=8, depth=1, heads=2).eval()
+    >>> model(torch.tensor([[0, 3, 6, 1]])).shape
+    torch.Size([1, 4, 7])
+    >>> lipschitz_bound(model.body, torch.zeros(1, 4, 8)).upper < float("inf")
+    True
     """
 
     def __init__(
-        self, vocabulary: int, context: int, width: int, depth: int, heads: int, hidden: int, constant: float | None,
-        reach: int,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        vocabulary: int = 65,
+        context: int = 64,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        hidden: int | None = None,
+        constant: float | None = 10.0,
+        reach: int = 4,
+    ) -> None:
         super().__init__()
-        self.constant, self.depth = constant, depth
+        if depth < 1 or width < 1 or vocabulary < 2:
+            raise InputError(f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}")
+        if not 1 <= reach <= width:
+            raise InputError(f"reach must lie between 1 and the width, {width}, got {reach}")
+        if constant is not None and not (math.isfinite(constant) and constant > 0):
+            raise InputError(f"constant must be a positive number or None, got {constant}")
+        self.constant = constant
+        self.depth = depth
         self.embedding = RowEmbedding(vocabulary, width, math.sqrt(width))
         self.keep = 1 - 1 / (2 * depth)
+        hidden = hidden or 4 * width
         blocks: list[nn.Module] = []
         for _ in range(depth):
             dense = nn.Sequential(TokenShift(reach), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
@@ -120,35 +151,5 @@ class LipschitzGPT(nn.Module):
         return {f"body.{len(self.body) - 1}": head, "*": each}
 
 
-def lipschitz_gpt(
-    *,
-    vocabulary: int = 65,
-    context: int = 64,
-    width: int = 64,
-    depth: int = 2,
-    heads: int = 4,
-    hidden: int | None = None,
-    constant: float | None = 10.0,
-    reach: int = 4,
-) -> LipschitzGPT:
-    """A character model with L2 attention and convex residuals whose logits can be held at a proved Lipschitz constant.
-
-    `SpectralGuard(model, model.radii())` holds the weights so that `lipschitz_bound(model.body, zeros(1, context, width))` is at
-    most `constant`, for all embeddings; without the guard the weights are free and the bound is what they make it.
-
-    >>> from equipoise.lipschitz import lipschitz_bound
-    >>> model = lipschitz_gpt(vocabulary=7, context=4, width=8, depth=1, heads=2).eval()
-    >>> model(torch.tensor([[0, 3, 6, 1]])).shape
-    torch.Size([1, 4, 7])
-    >>> lipschitz_bound(model.body, torch.zeros(1, 4, 8)).upper < float("inf")
-    True
-    """
-    if depth < 1 or width < 1 or vocabulary < 2:
-        raise InputError(f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}")
-    if not 1 <= reach <= width:
-        raise InputError(f"reach must lie between 1 and the width, {width}, got {reach}")
-    if constant is not None and not (math.isfinite(constant) and constant > 0):
-        raise InputError(f"constant must be a positive number or None, got {constant}")
-    return LipschitzGPT(
-        vocabulary, context, width, depth, heads, 4 * width if hidden is None else hidden, constant, reach
-    )
+#: the builder of checkpoints and recipes
+lipschitz_gpt = LipschitzGPT

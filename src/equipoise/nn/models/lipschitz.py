@@ -63,6 +63,10 @@ def isometric(block: Residual, threshold: float = 0.0) -> Residual:
 
     Random weights are not orthogonal; then every block contracts a little, and a deep network starts as a constant.
 
+    Args:
+        block: it is changed in place, and returned.
+        threshold: the bias becomes minus this.
+
     >>> block, x = isometric(SLLLinear(8, hidden=4)), torch.randn(5, 8)
     >>> torch.allclose(block(x).norm(dim=1), x.norm(dim=1), rtol=1e-3)
     True
@@ -100,6 +104,22 @@ def sll(
     Every block is `x − 2WR²·relu(Wᵀx + b)`, without normalisation. The blocks start as isometries (`isometric`), with
     bias −threshold: a threshold of 1 puts most units to rest, so that the network starts near the identity and hundreds
     of blocks train.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        depth: number of convolutional blocks.
+        channels: of the convolutions.
+        kernel_size: of the convolutions.
+        dense_depth: number of dense blocks.
+        hidden: width of the dense layers.
+        pool: side of the pooling windows.
+        rescaling: "aol", or "sr" for spectral rescaling.
+        t: steps of spectral rescaling.
+        head: the last layer: sr, aol, lln or first.
+        constant: Lipschitz constant of the network.
+        threshold: the bias of the blocks starts at minus this.
 
     Reference: Araujo et al. (2023), A unified algebraic perspective on Lipschitz neural networks; Delattre et al.
     (2024) for `rescaling="sr"`.
@@ -142,6 +162,15 @@ def orthogonal_cnn(
 ) -> nn.Module:
     """A small gradient-norm-preserving network: BCOP convolutions, MaxMin, space-to-depth, orthogonal dense layers.
 
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        channels: of the convolutions.
+        hidden: width of the dense layers.
+        head: the last layer: sr, aol, lln or first.
+        constant: Lipschitz constant of the network.
+
     Reference: Li et al. (2019), Preventing gradient attenuation in Lipschitz constrained convolutional networks.
 
     >>> import torch
@@ -173,6 +202,15 @@ def sandwich_cnn(
 
     Every sandwich layer holds its ReLU; convolutions halve the image by their stride.
 
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        channels: of the convolutions.
+        hidden: width of the dense layers.
+        head: the last layer: sr, aol, lln or first.
+        constant: Lipschitz constant of the network.
+
     Reference: Wang, Manchester (2023), Direct parameterization of Lipschitz-bounded deep networks.
 
     >>> import torch
@@ -200,6 +238,14 @@ def sandwich_mlp(
     constant: float = 1.0,
 ) -> nn.Module:
     """Dense sandwich layers, `constant`-Lipschitz.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        widths: of the hidden layers.
+        head: the last layer: sr, aol, lln or first.
+        constant: Lipschitz constant of the network.
 
     >>> import torch
     >>> sandwich_mlp(widths=(16,))(torch.zeros(2, 1, 8, 8)).shape
@@ -235,6 +281,20 @@ def liresnet(
     A block is `(I + Q)x/‖I + Q‖`, whose norm is taken of the whole map (`rlb`), the same made orthogonal (`chord`), or a block
     reflector whose rank is this share of the width (`bro`): `bronet` has reflectors and CHORD dense layers. The default head
     has rows of norm 1: certify by pairs.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        channels: of the convolutions.
+        depth: number of convolutional blocks.
+        dense_depth: number of dense blocks.
+        hidden: width of the dense layers.
+        head: the last layer: sr, aol, lln or first.
+        constant: Lipschitz constant of the network.
+        block: kind of the convolutional blocks: rlb, chord or bro.
+        dense: kind of the dense blocks.
+        rank: of block reflectors, as a share of the width.
 
     Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet; Hu, Leino,
     Wang, Fredrikson (2024), A recipe for improved certifiable robustness (CHORD); Lai, Huang, Kung, Chen (2025), Enhancing
@@ -315,6 +375,20 @@ def lipschitz_cnn(
     in its first one; a family of blocks (`sll-aol`, `cpl`, `liresnet`, …) has an orthogonal 1×1 layer before them. `mirrored`
     averages the features of an image and its mirror image in evaluation. The default is the best network that a desk trained
     here; its last layer has rows of norm 1, so certify by pairs.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        family: one of `families()`.
+        channels: of the convolutions.
+        depths: layers per stage.
+        hidden: width of the dense layers.
+        activation: its name, see `nn.activations.ACTIVATIONS`.
+        head: the last layer: sr, aol, lln or first.
+        mean: subtracted per channel, as part of the network.
+        mirrored: whether features are averaged over the image and its mirror image in evaluation.
+        constant: Lipschitz constant of the network.
 
     >>> import torch
     >>> lipschitz_cnn(in_channels=1, input_size=8, channels=[8, 8], depths=[1, 1], hidden=16)(torch.zeros(2, 1, 8, 8)).shape

@@ -45,7 +45,12 @@ class Normalise(nn.Module):
 
 
 def normalising(mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
-    """`[Normalise(mean, std)]`, or nothing where neither is given."""
+    """`[Normalise(mean, std)]`, or nothing where neither is given.
+
+    Args:
+        mean: per channel, or None.
+        std: per channel, or None.
+    """
     if mean is None and std is None:
         return []
     if mean is None or std is None:
@@ -80,6 +85,16 @@ def mlp(
 
     `in_features` replaces `in_channels·height·width` for inputs that are not images.
 
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        in_features: for inputs that are not images: replaces channels and size.
+        widths: of the hidden layers.
+        activation: its name, see `nn.activations.ACTIVATIONS`.
+        dropout: probability of dropout after each hidden layer.
+        bias: whether layers have one.
+
     >>> mlp(widths=(16,), activation="gelu")
     Sequential(
       (0): Flatten(start_dim=1, end_dim=-1)
@@ -111,6 +126,16 @@ def cnn(
 ) -> nn.Sequential:
     """A small CNN: 3×3 convolution, activation, 2×2 max pooling (without overlap) for each entry of `channels`, two
     dense layers.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: their height and width, or one number for both.
+        channels: of the convolutions.
+        hidden: width of the dense layers.
+        activation: its name, see `nn.activations.ACTIVATIONS`.
+        mean: subtracted per channel, as part of the network.
+        std: divided by per channel, as part of the network.
 
     >>> import torch
     >>> cnn(in_channels=1, input_size=8, channels=(4, 8))(torch.zeros(2, 1, 8, 8)).shape

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.orthogonal.frame import Size, frame_of
+from equipoise.nn.orthogonal.frame import Size
 from equipoise.nn.orthogonal.frequency import (
     FrequencyConv2d,
     capped,
@@ -41,6 +41,10 @@ _DELTA = 1e-9
 def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """The two blocks of `C(X, Y)`, `X (..., n, n)` and `Y (..., m, n)`, real or complex: `A*A + B*B = I` up to rounding.
 
+    Args:
+        X: square block.
+        Y: rest of the column.
+
     >>> A, B = cayley(torch.randn(3, 3), torch.randn(2, 3))
     >>> bool((A.mT @ A + B.mT @ B - torch.eye(3)).abs().max() < 1e-5)
     True
@@ -49,7 +53,12 @@ def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks(Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """`C(X, Y)` from `Z = I + X − X*`, which a convolution makes of its taps."""
+    """`C(X, Y)` from `Z = I + X − X*`, which a convolution makes of its taps.
+
+    Args:
+        Z: `I + X − X*`.
+        Y: rest of the column.
+    """
     identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
     V = inverse(Z + Y.mH @ Y if Y.shape[-2] else Z)
     return torch.add(-identity, V, alpha=2), (-2 * Y) @ V
@@ -67,6 +76,10 @@ def skew_and_identity(X: Tensor) -> Tensor:
 
 def reflector(V: Tensor, rows: int) -> Tensor:
     """The first rows of `I − 2V(V*V + δI)⁻¹V*`, V (…, n, r): eigenvalues in [−1, 1], about ±1 where V has full rank.
+
+    Args:
+        V: (…, n, r).
+        rows: how many rows of the reflection.
 
     >>> W = reflector(torch.tensor([[1.0], [1.0]], dtype=torch.float64), 2)
     >>> W.round(decimals=6).tolist()
@@ -224,7 +237,6 @@ class CayleyConv2d(FrequencyConv2d):
 
     def build(self, plain: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
-        self.frame = frame_of(plain, embed=True)
         frame = self.frame
         raw = plain.weight
         if frame.stride != (1, 1) or isinstance(plain, nn.ConvTranspose2d):
@@ -275,7 +287,6 @@ class BROConv2d(FrequencyConv2d):
 
     def build(self, plain: nn.Conv2d, rank: int | None = None) -> None:
         """The kernel of V."""
-        self.frame = frame_of(plain, embed=True)
         frame = self.frame
         side, columns = max(frame.ins, frame.out), _rank(rank, frame.out, frame.ins)
         start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(side * math.prod(frame.taps))
@@ -303,7 +314,6 @@ class CHORDConv2d(FrequencyConv2d):
 
     def build(self, plain: nn.Conv2d) -> None:
         """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
-        self.frame = frame_of(plain, embed=True)
         coarse = nn.Conv2d(self.frame.ins, self.frame.groups * self.frame.out, self.frame.taps)
         self.raw = nn.Parameter(coarse.weight.detach().to(plain.weight))
 

@@ -23,7 +23,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after a square operator on `channels` channels per group, with `taps` taps around the centre.
+    """The steps before and after a square operator on `channels` channels per group, with `taps` taps around the centre.
 
     `stride` is that of space-to-depth, and `taps` then count coarse pixels. The tap a = s'b + r of a convolution with stride s
     and dilation d, `s' = s/gcd(s, d)`, lies `b·d/gcd(s, d)` coarse pixels and r·d fine ones away: the operator has `⌈k/s'⌉` taps
@@ -169,11 +169,13 @@ class Adjoint(Frame):
         return depth_to_space(y, self.stride)[..., :height, :width] if sh * sw > 1 else y
 
 
-def frame_of(plain: nn.Module, *, embed: bool, odd: bool = False) -> Frame:
+def frame_of(plain: nn.Module, *, embed: bool) -> Frame:
     """The frame of a convolution, or the adjoint one of a transposed convolution.
 
-    `embed`: the operator lives on a circle, so that zero padding means zeros around the image. `odd`: it has a centre, so that an
-    even number of taps becomes one more.
+    Args:
+        plain: the convolution.
+        embed: the operator lives on a circle, so that zero padding means zeros around the image; otherwise it has a centre, so
+            that an even number of taps becomes one more.
     """
     kernel = plain_geometry(plain)
     check_padding(kernel)
@@ -186,7 +188,7 @@ def frame_of(plain: nn.Module, *, embed: bool, odd: bool = False) -> Frame:
                     f"no pixel to return there; use padding ≤ {axis.reach // 2}"
                 )
         taps = [-(-k * math.gcd(a.stride, a.dilation) // a.stride) for k, a in zip(taps, kernel.axes, strict=True)]
-    if strided or odd:
+    if strided or not embed:
         taps = [k + (k + 1) % 2 for k in taps]
     if not isinstance(plain, nn.ConvTranspose2d):
         return Frame(kernel, (taps[0], taps[1]), embed)
@@ -201,7 +203,12 @@ def frame_of(plain: nn.Module, *, embed: bool, odd: bool = False) -> Frame:
 
 
 def space_to_depth(x: Tensor, block: Size) -> Tensor:
-    """`(b, c, h, w) → (b, c·bh·bw, h/bh, w/bw)`: every pixel of a block becomes a channel."""
+    """`(b, c, h, w) → (b, c·bh·bw, h/bh, w/bw)`: every pixel of a block becomes a channel.
+
+    Args:
+        x: images.
+        block: height and width of a block.
+    """
     b, c, h, w = x.shape
     bh, bw = block
     x = x.reshape(b, c, h // bh, bh, w // bw, bw)
@@ -209,7 +216,12 @@ def space_to_depth(x: Tensor, block: Size) -> Tensor:
 
 
 def depth_to_space(x: Tensor, block: Size) -> Tensor:
-    """The inverse of `space_to_depth`."""
+    """The inverse of `space_to_depth`.
+
+    Args:
+        x: images.
+        block: height and width of a block.
+    """
     b, c, h, w = x.shape
     bh, bw = block
     x = x.reshape(b, c // (bh * bw), bh, bw, h, w)
@@ -220,7 +232,8 @@ class FramedConv2d(ComputedLayer):
     """A square operator inside a frame; subclasses write `build`, `compute`, `operator` and `bound`."""
 
     plain_type: ClassVar[Any] = nn.Conv2d
-    frame: Frame
+    #: whether the operator lives on a circle, see `frame_of`
+    embed: ClassVar[bool] = True
 
     @classmethod
     def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
@@ -235,6 +248,10 @@ class FramedConv2d(ComputedLayer):
         Computed.__init__(layer)
         layer._start(plain, options)
         return layer.train(plain.training)
+
+    def _start(self, plain: Any, options: dict[str, Any]) -> None:
+        self.frame = frame_of(plain, embed=self.embed)
+        super()._start(plain, options)
 
     def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The operator on an image."""

@@ -30,7 +30,12 @@ AT_ONCE = 2**17
 
 
 def times(W: Tensor, scale: Tensor) -> Tensor:
-    """`W·scale` for a real scale, in W's precision; a complex product would cost four times as much."""
+    """`W·scale` for a real scale, in W's precision; a complex product would cost four times as much.
+
+    Args:
+        W: real or complex matrices.
+        scale: real factors.
+    """
     if not W.is_complex():
         return W * scale.to(W.dtype)
     parts = torch.view_as_real(W)
@@ -86,7 +91,13 @@ def inverse_by_blocks(M: Tensor) -> Tensor:
 
 
 def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
-    """`E(ω) = Σ_a K_a e^{iω·(d·a − centre)}` of `K (g, m, n, *k)` on the half grid of a real image: (g, frequencies, m, n)."""
+    """`E(ω) = Σ_a K_a e^{iω·(d·a − centre)}` of `K (g, m, n, *k)` on the half grid of a real image: (g, frequencies, m, n).
+
+    Args:
+        kernel: K.
+        size: of the image.
+        dilation: of the kernel.
+    """
     angles = []
     for axis, (n, count) in enumerate(zip(size, (size[0], size[1] // 2 + 1), strict=True)):
         k, d = kernel.shape[3 + axis], dilation[axis]
@@ -118,7 +129,12 @@ def _to_images(X: Tensor, size: Size) -> Tensor:
 
 
 def filtered(x: Tensor, weight: Tensor) -> Tensor:
-    """`(b, g·c, h, w)` → `(b, g·o, h, w)`: a matrix `weight (g, frequencies, o, c)` at every frequency of the half grid."""
+    """`(b, g·c, h, w)` → `(b, g·o, h, w)`: a matrix `weight (g, frequencies, o, c)` at every frequency of the half grid.
+
+    Args:
+        x: images.
+        weight: the matrices.
+    """
     return _to_images(_to_frequencies(x, len(weight)) @ weight.mT, (x.shape[-2], x.shape[-1]))
 
 
@@ -171,6 +187,11 @@ def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
     """Raw kernels, shrunk where `√taps·‖·‖_F`, a bound of their symbols, exceeds 16·√(channels/64) (at least 16).
 
     Beyond it orthogonal transforms hardly move, and inverses would lose their digits.
+
+    Args:
+        kernels: the raw kernels.
+        taps: number of taps.
+        channels: of the smaller side.
     """
     cap = 16.0 * max(1.0, math.sqrt(channels / 64))
     largest = torch.stack([k.detach().abs().flatten().amax(0) for k in kernels if k.numel()]).amax(0)

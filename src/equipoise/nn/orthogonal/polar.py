@@ -72,6 +72,11 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
     `steps = None` takes the scaled steps that converge for σ_min ≥ 1e-4·σ_max; a number takes so many classical steps.
     Directions in which the raw matrix vanishes stay zero: the result is then a contraction, not an isometry.
 
+    Args:
+        raw: matrices (..., m, n).
+        steps: number of classical steps, None for the polar factor.
+        scale: of the result.
+
     >>> orthonormal(torch.tensor([[3.0, 0.0], [0.0, 1e-2]])).round(decimals=5).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
@@ -90,7 +95,12 @@ def _precision(raw: Tensor) -> torch.dtype:
 
 
 def by_steps(raw: Tensor, alphas: tuple[float, ...]) -> Tensor:
-    """`f(…f(α₁·raw/‖raw‖)…)`, the last step in float64."""
+    """`f(…f(α₁·raw/‖raw‖)…)`, the last step in float64.
+
+    Args:
+        raw: matrices with no more rows than columns.
+        alphas: scalings of the steps.
+    """
     W = normalised(raw.to(_precision(raw)))
     for alpha in alphas:
         W = _step(W, alpha)
@@ -218,6 +228,10 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     The norm is first brought to at most 2 with `σ² ≤ min(‖WWᵀ‖_F, ‖WWᵀ‖_∞)`, which changes nothing near convergence.
     Rounding the result to unit roundoff u moves the norm by at most `u·√m`, rounding in float64 by far less: the result
     is multiplied by 1 minus both.
+
+    Args:
+        W: matrices with no more rows than columns.
+        dtype: that the result will be rounded to.
     """
     dtype = dtype or W.dtype
     W = W.to(torch.complex128 if W.is_complex() else torch.float64)
@@ -234,6 +248,10 @@ def project_to_contraction(W: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """`last_step` of a W whose rows are orthonormal by construction, with the derivatives of W itself.
 
     `f(W) = W` for all such W, so the derivatives of every order agree; the products of the step need not be differentiated.
+
+    Args:
+        W: matrices with orthonormal rows.
+        dtype: that the result will be rounded to.
     """
     value = last_step(W.detach(), dtype or W.dtype)
     like = W.to(value.dtype)
@@ -405,11 +423,17 @@ class BCOP(Parametrization):
 
 
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
-    """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`."""
+    """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`.
+
+    Args:
+        K: kernel.
+        P: projections (g, c, c).
+        axis: of the new tap.
+    """
     last = K.movedim(2, -1)  # channels last: one product for all taps
-    kept = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
+    first = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
     none = torch.zeros_like(K.narrow(axis, 0, 1))
-    return torch.cat([kept, none], axis) + torch.cat([none, K - kept], axis)
+    return torch.cat([first, none], axis) + torch.cat([none, K - first], axis)
 
 
 class BCOPLinear(Parametrized, nn.Linear):

@@ -27,8 +27,16 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.activations import unit_slopes
 from equipoise.nn.orthogonal.cayley import blocks, cayley, skew_and_identity
-from equipoise.nn.orthogonal.frame import FramedConv2d, Size, frame_of
-from equipoise.nn.orthogonal.frequency import capped, filtered, inverse_by_blocks, isometry_bound, symbol, times
+from equipoise.nn.orthogonal.frame import Size
+from equipoise.nn.orthogonal.frequency import (
+    FrequencyConv2d,
+    capped,
+    filtered,
+    inverse_by_blocks,
+    isometry_bound,
+    symbol,
+    times,
+)
 from equipoise.nn.orthogonal.polar import project_to_contraction
 from equipoise.nn.parametrize import ComputedLayer, Tensors, differentiated, is_plain_call
 
@@ -50,6 +58,11 @@ def sandwich_bound(first: Tensor, second: Tensor, psi: Tensor) -> Bound:
     """`‖[A B]‖²` from the weights `first = √2·Ψ⁻¹B (..., h, n)` and `second = √2·A*Ψ (..., m, h)` as they are stored.
 
     Any positive psi gives a valid bound: it drops out of the Jacobian.
+
+    Args:
+        first: `√2·Ψ⁻¹B`.
+        second: `√2·A*Ψ`.
+        psi: the diagonal of Ψ.
     """
     psi = psi.detach().double()
     kind = torch.complex128 if first.is_complex() else torch.float64
@@ -111,7 +124,13 @@ class SandwichLinear(ComputedLayer):
 
 
 def pair(Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """`√2·Ψ⁻¹B` and `√2·A*Ψ` over a bound of ‖[A B]‖, with `[A B]* = C` from Z and Y (g, frequencies, ·, n), ψ (g, 1, n)."""
+    """`√2·Ψ⁻¹B` and `√2·A*Ψ` over a bound of ‖[A B]‖, with `[A B]* = C` from Z and Y (g, frequencies, ·, n), ψ (g, 1, n).
+
+    Args:
+        Z: `I + X − X*` at every frequency.
+        Y: the other block of the column.
+        psi: the diagonal of Ψ.
+    """
     A, B = blocks(Z, Y)
     scale, wide = _scale(A, B), psi[..., None, :]
     return times(B, scale / wide).mH.resolve_conj(), times(A, scale * wide)
@@ -170,7 +189,7 @@ def _diagonal(W: Tensor) -> Tensor:
     return W.real.diagonal(dim1=-2, dim2=-1)
 
 
-class SandwichConv2d(FramedConv2d):
+class SandwichConv2d(FrequencyConv2d):
     """A convolution with its activation, `√2·A*Ψ act(√2·Ψ⁻¹B x + b)` with A and B per frequency of the image at hand.
 
     Guarantee: 1-Lipschitz for every raw weight and input size, for activations with slopes in [0, 1]. Padding and
@@ -181,11 +200,8 @@ class SandwichConv2d(FramedConv2d):
     (torch.Size([2, 4, 6, 6]), True)
     """
 
-    sized = True
-
     def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None) -> None:
         """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""
-        self.frame = frame_of(plain, embed=True)
         self.activation = monotone(nn.ReLU() if activation is None else activation)
         g, ins, out, taps = self.frame.groups, self.frame.ins, self.frame.out, self.frame.taps
         std = 1 / math.sqrt(taps[0] * taps[1] * (ins + out))
@@ -203,10 +219,6 @@ class SandwichConv2d(FramedConv2d):
         Y, psi = symbol(Y, size, self.frame.dilation), positive(self.log_psi)[:, None]
         first, second = (_Pair.apply if is_plain_call(Z) else pair)(Z, Y, psi)
         return first, second, psi
-
-    def key(self, shape: tuple[int, ...]) -> tuple[Size]:
-        """The size of the operator's image."""
-        return (self.frame.size((shape[-2], shape[-1])),)
 
     def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The layer, through Fourier space."""

@@ -28,7 +28,7 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
-from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, frame_of
+from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
 from equipoise.nn.orthogonal.polar import last_step
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 from equipoise.norms.convolution import conv_bracket
@@ -43,6 +43,10 @@ def exponential_series(angle: float, terms: int) -> tuple[float, ...]:
     """Coefficients `c_0 … c_terms` of the polynomial near e^A with `|p(iθ)| ≤ 1` for |θ| ≤ 1.01·angle.
 
     `e^{iθ} = J_0(τ) + 2Σ iⁿJ_n(τ)T_n(θ/τ)`, truncated, over its largest modulus.
+
+    Args:
+        angle: largest norm of A.
+        terms: degree of the polynomial.
 
     >>> [round(c, 3) for c in exponential_series(1.0, 4)]
     [1.0, 0.997, 0.499, 0.156, 0.04]
@@ -65,6 +69,10 @@ def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
     """Upper bound of `|p(iθ)|` over |θ| ≤ `theta`: a grid, and the second derivative between its points.
 
     `|p(iθ)|² = g(θ)` is an even polynomial; at a maximum `g(θ*) − g(grid) ≤ max|g''|·h²/8`.
+
+    Args:
+        coefficients: of p, lowest degree first.
+        theta: end of the interval.
     """
     even = [c * (-1) ** (m // 2) if m % 2 == 0 else 0.0 for m, c in enumerate(coefficients)]
     odd = [c * (-1) ** (m // 2) if m % 2 == 1 else 0.0 for m, c in enumerate(coefficients)]
@@ -92,6 +100,10 @@ def bounded(A: Tensor, angle: float) -> Tensor:
 
     The bound: `‖(E*E)⁴‖_F^(1/8)` at the points of a grid with 4(k − 1) of them per axis, times `Π 1/cos(π/8)`, which
     reaches all frequencies between; in float64 (`norms.differentiable`). Only the largest one carries a gradient.
+
+    Args:
+        A: skew kernels (g, c, c, kh, kw).
+        angle: largest norm.
     """
     c = A.detach().abs().flatten().amax(0)
     c = torch.where(c > 0, c, torch.ones_like(c))
@@ -101,7 +113,14 @@ def bounded(A: Tensor, angle: float) -> Tensor:
 
 
 def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) -> Tensor:
-    """`p(A)x` by Horner's rule: one convolution per term."""
+    """`p(A)x` by Horner's rule: one convolution per term.
+
+    Args:
+        A: skew kernels.
+        coefficients: of the polynomial.
+        frame: padding, dilation and groups.
+        x: images.
+    """
     circular, dilation = frame.plain.padding == "circular", frame.dilation
     (top, left), weight = frame.centre, A.flatten(0, 1)
     y = coefficients[-1] * x
@@ -113,12 +132,19 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
     return y
 
 
-def channels(x: Tensor, groups: int, now: int, wanted: int) -> Tensor:
-    """Zero channels added to, or channels left out of, each group."""
-    if now == wanted:
+def channels(x: Tensor, groups: int, current: int, count: int) -> Tensor:
+    """Zero channels added to, or channels left out of, each group.
+
+    Args:
+        x: images.
+        groups: of the channels.
+        current: channels per group.
+        count: channels per group of the result.
+    """
+    if current == count:
         return x
-    x = x.reshape(x.shape[0], groups, now, *x.shape[2:])
-    x = functional.pad(x, (0, 0, 0, 0, 0, wanted - now)) if wanted > now else x[:, :, :wanted]
+    x = x.reshape(x.shape[0], groups, current, *x.shape[2:])
+    x = functional.pad(x, (0, 0, 0, 0, 0, count - current)) if count > current else x[:, :, :count]
     return x.flatten(1, 2)
 
 
@@ -135,10 +161,12 @@ class SOCConv2d(FramedConv2d):
     True
     """
 
+    embed = False
+
     def build(self, plain: Any, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
-        self.frame = frame_of(plain, embed=False, odd=True)
-        self.terms, self.angle = terms, float(angle)
+        self.terms = terms
+        self.angle = float(angle)
         self.coefficients = exponential_series(self.angle, terms)
         c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
         start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(8 * c * taps[0] * taps[1])
