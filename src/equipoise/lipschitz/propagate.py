@@ -139,7 +139,7 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
 _aten = torch.ops.aten
 #: affine operations that are composed with what comes before them
 _AFFINE = (
-    _aten.batch_norm.default, _aten._native_batch_norm_legit_no_training.default, _aten.dropout.default, _aten.clone.default,
+    _aten.batch_norm.default, _aten.dropout.default, _aten.clone.default,
 )  # fmt: skip
 _MEANS = {_aten.mean.dim, _aten.mean.default}
 #: views that keep the order of the entries
