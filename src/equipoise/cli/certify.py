@@ -11,11 +11,11 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Execution, Job, Results, Row, Run, Settings
+    from equipoise.runs import Job, Results, Row, Run, Settings
 
 _READING = ("layout", "columns")
 _SAMPLING = ("n0", "seed", "map", "lipschitz", "noise", "nonfinite", "device")
-_RUNNING = ("batch_size", "address", "gpus", "retry_failed")
+_RUNNING = ("batch_size", "address", "retry_failed")
 
 
 def certify(
@@ -49,7 +49,7 @@ def certify(
     Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
     command continues. Before sampling, a few inputs show the accuracy and the time it will take.
     Keys of --set: n0, seed, map, lipschitz (a bound or auto), noise (grid or float), nonfinite,
-    device, batch_size, address (of a Ray cluster), gpus, retry_failed, layout, columns.
+    device, batch_size, address (of a Ray cluster), retry_failed, layout, columns.
     Exit code 1: some inputs failed.
 
     Examples:
@@ -58,8 +58,6 @@ def certify(
       equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
-    from equipoise.runs import Execution
-
     rarer = options.pairs(set_, _READING + _RUNNING + _SAMPLING)
     reading = {name: rarer.pop(name) for name in _READING}
     running = {name: rarer.pop(name) for name in _RUNNING}
@@ -77,14 +75,12 @@ def certify(
         "limit": limit,
     }
 
-    engine = "local" if workers is None and running["address"] is None else "ray"
-    execution = Execution(engine, workers or 1, running["address"], running["gpus"] or 1.0)
     recipe = {
         "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
         "std": std, "denoiser": denoiser, **reading,
     }  # fmt: skip
     job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
-    stored = _run(job, run, execution, running["retry_failed"] is True)
+    stored = _run(job, run, running["retry_failed"] is True, workers=workers, address=running["address"])
     if bundle is not None:
         _write_votes(stored, bundle)
     show_run(stored, stored.results(), options.epsilons(epsilon), json)
@@ -122,8 +118,6 @@ def prove(
       equipoise prove model.pt2 --data digits --run runs/p
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
     """
-    from equipoise.runs import Execution
-
     rarer = options.pairs(set_, (*_READING, "retry_failed"))
     retry = rarer.pop("retry_failed") is True
     if bundle is not None and norm != "l2":
@@ -135,7 +129,7 @@ def prove(
     proving = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
     levels = options.epsilons(epsilon)
     job = _job("proved", proving | options.shard(shard), recipe)
-    stored = _run(job, run, Execution(), retry)
+    stored = _run(job, run, retry)
     if bundle is not None:
         _write_bundle(job, stored, levels, bundle)
     show_run(stored, stored.results(), levels, json)
@@ -151,7 +145,7 @@ def _job(kind: Any, keywords: dict[str, Any], sources: dict[str, Any], batch_siz
     return prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
 
 
-def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
+def _run(job: Job, run: Path | None, retry: bool, **cluster: Any) -> Run:
     """Look at a few inputs, then sample or prove the rest."""
     from equipoise.runs import is_run, open_run, preflight, start
     from equipoise.runs.settings import read_manifest, require_same
@@ -169,7 +163,7 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
             def show(row: Row, done: int, total: int) -> None:
                 bar.update(task, completed=done)
 
-            return start(job, folder, execution=execution, progress=show, retry_failed=retry)
+            return start(job, folder, progress=show, retry_failed=retry, **cluster)
     except KeyboardInterrupt:
         done = len(open_run(folder).rows) if is_run(folder) else 0
         say(
@@ -288,7 +282,7 @@ def merge(
 
 def export(
     run: options.RunArgument,
-    file: Annotated[Path, typer.Argument(help="to write: .csv, .json or .tsv (Cohen's log)")],
+    file: Annotated[Path, typer.Argument(help="to write: .csv or .jsonl")],
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
     json: options.Json = False,
@@ -298,7 +292,7 @@ def export(
     Examples:
 
       equipoise export runs/a certified.csv
-      equipoise export runs/a cohen.tsv --alpha 0.001 --procedure cohen
+      equipoise export runs/a cohen.jsonl --alpha 0.001 --procedure cohen
     """
     from equipoise.runs import open_run
 
