@@ -31,7 +31,7 @@ EXAMPLES = [
     pytest.param(
         "guarded_trainer",
         ("transformers", "accelerate"),
-        "6 steps, norms at most 1.00",
+        "6 steps, norms at most",
         id="guarded_trainer",
         marks=pytest.mark.text,
     ),
