@@ -35,7 +35,7 @@ EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
 #: a claimed norm is raised by these factors until the checker's own proof succeeds
 _GROWTH = (1 + 1e-9, 1 + 1e-6, 1 + 1e-4, 1.003, 1.01, 1.03)
 #: a local radius is lowered by these factors until the checker's own proof succeeds
-_SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.8)
+_SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
 _AGREEMENT = 1e-3
 #: another machine rounds otherwise: the last digits of a proved radius are given away
@@ -291,7 +291,10 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     writer = _Writer({**program.constants, **program.native}, dict(plain.named_modules()))
     writer.names[program.inputs[0]] = "input"
     for node in program.nodes:
-        writer.translate(node)
+        try:
+            writer.translate(node)
+        except (checker.Rejected, LookupError, TypeError) as error:
+            raise Refused(f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}") from error
     document = {"format": "equipoise-bundle", "version": 1, "input_shape": list(example.shape[1:])}
     return {**document, "nodes": writer.nodes}, writer.tensors
 

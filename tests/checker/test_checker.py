@@ -517,6 +517,27 @@ def test_ranges_and_maps_of_local_certificates_hold_on_random_points():
         points = np.maximum(points, 0)
 
 
+@pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"circular"}))
+def test_float32_stays_within_the_bound_of_its_rounding(name):
+    """At inputs within the radius, against the real function in float64."""
+    torch.manual_seed(len(name))
+    model = NETWORKS[name]().eval()
+    x = torch.rand(4, 2, 4, 4)
+    document, tensors = certificates.describe(model, x)
+    network = checker.Network(document, tensors)
+    network.units[1] = checker.FLOAT32
+    radii = np.full(len(x), 0.5)
+    value = network.evaluate(x.double().numpy(), radii)
+    for _ in range(5):
+        noise = torch.randn_like(x)
+        near = x + 0.49 * noise / noise.flatten(1).norm(dim=1)[:, None, None, None]
+        with torch.no_grad():
+            real = reference(document, tensors, near.double())[0]
+            distance = (model(near).double() - real).norm(dim=1).numpy()
+        assert (distance <= value.error[1]).all()
+        assert (distance > 1e-6 * value.error[1]).any()
+
+
 @pytest.mark.parametrize("scale", [1e30, 1e-42, 2.0**25])
 def test_networks_that_float32_executes_differently_are_not_certified_as_deployed(tmp_path, scale):
     """Huge and tiny weights, and cancellation: the real function is constant in its label, float32 is not (Murray 2026)."""

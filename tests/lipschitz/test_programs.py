@@ -132,7 +132,8 @@ def test_bounds_of_programs_hold(name):
         assert _reached(function, shape, point, 0.1) <= float(local.upper[i]) * (1 + 1e-6)
     assert report.upper <= limit
     assert bool((local.upper <= report.upper * (1 + 1e-6)).all())
-    assert bool((local.lower > 0).all()) or name == "item assignment"
+    without_lower_end = ("item assignment", "operation without a batching rule")  # rounding is not bounded there
+    assert bool((local.lower > 0).all()) or name in without_lower_end
 
 
 def test_softplus_is_bounded_as_the_real_function_and_says_so():

@@ -52,6 +52,9 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     places: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
+    for node in list(copied.nodes):
+        if node.target is _aten._native_batch_norm_legit_no_training.default:
+            _restore_batch_norm(node)
     moving = {places[node] for node in inputs}
     for node in list(copied.nodes):
         if moving.isdisjoint(node.all_input_nodes):
@@ -63,6 +66,22 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     for node in list(copied.nodes):
         _recognise(node, result)
     return result
+
+
+def _restore_batch_norm(node: fx.Node) -> None:
+    """The batch norm in evaluation that functionalisation took apart into its values and its statistics."""
+    x, weight, bias, mean, var, momentum, eps = node.args
+    users = list(node.users)
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
+        return
+    with node.graph.inserting_before(node):
+        settings = (x, weight, bias, mean, var, False, momentum, eps, False)
+        plain = node.graph.call_function(_aten.batch_norm.default, settings)
+    for user in users:
+        plain.meta = dict(user.meta)
+        user.replace_all_uses_with(plain)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
 
 
 #: arguments of these names are numbers of the operation's own arithmetic, not of its tensors

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import full_precision, inflate
-from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
@@ -139,7 +139,7 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
 _aten = torch.ops.aten
 #: affine operations that are composed with what comes before them
 _AFFINE = (
-    _aten.batch_norm.default, _aten._native_batch_norm_legit_no_training.default, _aten.dropout.default, _aten.clone.default,
+    _aten.batch_norm.default, _aten.dropout.default, _aten.clone.default,
 )  # fmt: skip
 _MEANS = {_aten.mean.dim, _aten.mean.default}
 #: views that keep the order of the entries

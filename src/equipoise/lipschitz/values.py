@@ -55,21 +55,13 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
 
 
-def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, momentum: float, eps: float
-) -> tuple[Tensor]:
-    return (torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, momentum, eps),)
-
-
 _aten = torch.ops.aten
-#: operations that are not, in value or gradient, the function promised; that need strides, which other values may not have;
-#: or that cannot be mapped over a batch
+#: operations that are not, in value or gradient, the function promised, or that need strides which other values may not have
 EXACT: dict[Any, Callable[..., Any]] = {
     _aten.softplus.default: softplus,
     _aten.detach.default: _aten.alias.default,
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
-    _aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 
 
