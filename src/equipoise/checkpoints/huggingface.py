@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import Budget, check_arguments
 from equipoise.core.errors import InputError, Refused, unlogged
-from equipoise.core.files import open_weights
-from equipoise.core.imports import guarded
+from equipoise.core.files import guarded, open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
 _FAMILIES = {"resnet": "ResNet", "vit": "ViT", "deit": "DeiT", "swin": "Swin", "convnext": "ConvNext"}
