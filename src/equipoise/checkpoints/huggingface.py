@@ -113,10 +113,11 @@ def _count(folder: Path) -> tuple[int, int]:
                 "safe_serialization=True and a larger max_shard_size"
             )
     with open_weights(folder / "model.safetensors") as file:
-        for name in file.names:
-            if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8"):
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        for name, tensor in tensors.items():
+            if tensor.get_dtype().startswith(("I8", "U8", "F8")):
                 raise Refused(f"{folder} stores {name[:80]} in 8 bits: quantised weights are not read")
-        return sum(math.prod(file.shape(name)) for name in file.names), len(file.names)
+        return sum(math.prod(tensor.get_shape()) for tensor in tensors.values()), len(tensors)
 
 
 def _load(builder: Any, settings: Any, folder: Path) -> nn.Module:
