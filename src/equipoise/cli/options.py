@@ -137,7 +137,7 @@ def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
         data: a name, a file or a folder.
         **texts: the other options, as typed: weights, split, size, classes, mean, std, denoiser, layout, columns.
     """
-    from equipoise.core.documents import check_document
+    from equipoise.core.files import check_document
     from equipoise.runs.settings import Recipe
 
     values = {name: text for name, text in texts.items() if text is not None}
