@@ -103,7 +103,7 @@ class Data(Part):
 class Optimizer(Part):
     """`sgd`, `adam`, `adamw`, `nadam`, `muon`, or `sam`/`asam` around a `base` with radius `rho`.
 
-    `muon` takes orthogonalized updates for matrices and kernels, and Adam at a tenth of the rate for the rest. `lookahead: k`
+    `muon` is `torch.optim.Muon` for matrices, and AdamW at a tenth of the rate for the rest. `lookahead: k`
     moves the weights halfway back after every k steps.
     """
 
