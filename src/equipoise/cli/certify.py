@@ -27,7 +27,7 @@ def certify(
     alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
     procedure: Annotated[str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")] = "rivals",
     adaptive: Annotated[
-        str | None, typer.Option(help="stop each input early: at a radius to decide at (0.5), or a share (10%)")
+        float | None, typer.Option(help="stop each input as soon as it is certified or hopeless at this radius")
     ] = None,
     limit: options.Limit = None,
     shard: options.Shard = None,
@@ -65,9 +65,7 @@ def certify(
     running = {name: rarer.pop(name) for name in _RUNNING}
     sampling = {name: value for name, value in rarer.items() if value is not None}
     if adaptive is not None:
-        takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
-        value = options.numbers(adaptive.removesuffix("%"), takes)[0]
-        sampling |= {"relative": value / 100} if adaptive.endswith("%") else {"target_radius": value}
+        sampling["target_radius"] = adaptive
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
     sampling |= {
         "sigma": levels[0] if len(levels) == 1 else levels,
