@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.attacks import pgd, smooth_pgd
-from equipoise.attacks.pgd import misclassified
+from equipoise.attacks import misclassified, pgd, smooth_pgd
 from equipoise.core.bounds import format_down
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import InputId, Inputs, Item, Selection
