@@ -200,7 +200,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
 
 def _step_seconds(chosen: Recipe, parts: Parts) -> float:
     """Processor seconds of a training step of a recipe."""
-    return step_seconds(chosen, parts, [min(chosen.batch_size, len(parts.train))], steps=4)[0]
+    return step_seconds(chosen, parts, steps=4)
 
 
 def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
