@@ -73,7 +73,7 @@ def test_list_and_show():
         (["sll-sr-digts"], "did you mean 'sll-sr-digits'"),
         (["sll-sr-digits", "--set", "optimizer.lrr=1"], "did you mean 'optimizer.lr'"),
         (["sll-sr-digits", "--set", "data.path=nowhere.npz"], "nowhere.npz"),
-        (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "cannot import 'nowhere'"),
+        (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "No module named 'nowhere'"),
         (["sll-sr-digits", "--set", "loss=crossentropy"], "no kind 'crossentropy'"),
     ],
 )

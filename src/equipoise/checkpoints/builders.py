@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.imports import guarded
-from equipoise.core.programs import flat_tensors
+from equipoise.core.files import guarded
+from equipoise.core.modules import flat_tensors
 
 Builder = Callable[..., nn.Module]
 

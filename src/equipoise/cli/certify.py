@@ -33,7 +33,6 @@ def certify(
     shard: options.Shard = None,
     split: options.Split = None,
     size: options.Size = None,
-    classes: options.Classes = None,
     mean: options.Mean = None,
     std: options.Std = None,
     denoiser: Annotated[str | None, typer.Option(help="a model from noisy image to image, put before MODEL")] = None,
@@ -55,7 +54,7 @@ def certify(
     Examples:
 
       equipoise certify model.pt2 --data digits --sigma 0.25 --run runs/a
-      equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
+      equipoise certify model.onnx --data photos/ --size 32 --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
     from equipoise.runs import Execution
@@ -80,7 +79,7 @@ def certify(
     engine = "local" if workers is None and running["address"] is None else "ray"
     execution = Execution(engine, workers or 1, running["address"], running["gpus"] or 1.0)
     recipe = {
-        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
+        "model": model, "data": data, "weights": weights, "split": split, "size": size, "mean": mean,
         "std": std, "denoiser": denoiser, **reading,
     }  # fmt: skip
     job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
@@ -102,7 +101,6 @@ def prove(
     shard: options.Shard = None,
     split: options.Split = None,
     size: options.Size = None,
-    classes: options.Classes = None,
     mean: options.Mean = None,
     std: options.Std = None,
     weights: options.Weights = None,
@@ -129,7 +127,7 @@ def prove(
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
     recipe = {
-        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
+        "model": model, "data": data, "weights": weights, "split": split, "size": size, "mean": mean,
         "std": std, **rarer,
     }  # fmt: skip
     proving = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}

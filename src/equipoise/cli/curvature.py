@@ -99,7 +99,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         meaning = "lower bound of the largest; ± residual"
         rows.append(("top eigenvalue", top["value"], top["residual"], meaning))
     if trace := report.get("trace"):
-        rows.append(("trace", trace["value"], trace["standard_error"], "Hutch++; ± standard error"))
+        rows.append(("trace", trace["value"], trace["standard_error"], "Hutchinson; ± standard error"))
     if density := report.get("density"):
         nodes = density["nodes"]
         negative = sum(weight for x, weight in zip(nodes, density["weights"], strict=True) if x < 0)

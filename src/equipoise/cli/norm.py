@@ -134,17 +134,18 @@ def weight_rows(
     count = 0
     for part in files:
         with open_weights(part) as weights:
-            names += weights.names
-            for name in fnmatch.filter(weights.names, only or "*"):
+            names += weights.keys()
+            for name in sorted(fnmatch.filter(weights.keys(), only or "*")):
                 count += 1
-                shape = weights.shape(name)
-                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": weights.dtype(name)}
+                header = weights.get_slice(name)
+                shape = tuple(header.get_shape())
+                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": str(header.get_dtype())}
                 row["kind"] = {0: "", 1: "", 2: "matrix"}.get(len(shape), "convolution")
                 row["note"] = _reason_to_skip(shape, row["dtype"])
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
                     try:
-                        b = weight_bracket(weights.tensor(name), rtol, input_size, padding, stride)
+                        b = weight_bracket(weights.get_tensor(name), rtol, input_size, padding, stride)
                         row |= {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
                         row |= {"method": b.method, "note": b.note}
                     except EquipoiseError as error:

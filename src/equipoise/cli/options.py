@@ -25,7 +25,6 @@ Split = Annotated[str | None, typer.Option(help="which part of the data; default
 Mean = Annotated[str | None, typer.Option(help="the model takes (x − mean)/std: per channel, e.g. 0.5,0.5,0.5")]
 Std = Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")]
 Size = Annotated[str | None, typer.Option(help="resize and crop pictures, e.g. 32 or 32,48 (height,width)")]
-Classes = Annotated[Path | None, typer.Option(help="class names in the order of the logits: a line each, or JSON")]
 Data = Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")]
 RunFolder = Annotated[Path | None, typer.Option(help="run directory; default: runs/<command>-<digest>")]
 Limit = Annotated[int | None, typer.Option(help="at most this many inputs, the first of every class in turn")]
@@ -135,17 +134,15 @@ def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
     Args:
         model: a file, a checkpoint directory, or package.module:factory.
         data: a name, a file or a folder.
-        **texts: the other options, as typed: weights, split, size, classes, mean, std, denoiser, layout, columns.
+        **texts: the other options, as typed: weights, split, size, mean, std, denoiser, layout, columns.
     """
-    from equipoise.core.documents import check_document
+    from equipoise.core.files import check_document
     from equipoise.runs.settings import Recipe
 
     values = {name: text for name, text in texts.items() if text is not None}
     if "size" in values:
         size = sizes(values["size"], "--size takes one or two whole numbers such as 32 or 32,48") or ()
         values["size"] = size * 2 if len(size) == 1 else size
-    if "classes" in values:
-        values["classes"] = read_classes(values["classes"])
     if "columns" in values:
         values["columns"] = str(values["columns"]).split(",")
     if "weights" in values:
@@ -158,20 +155,6 @@ def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
         # a single number serves every channel
         values["mean"], values["std"] = (v * longest if len(v) == 1 else v for v in (mean, std))
     return check_document({"model": model, "data": data, **values}, Recipe, "the options")
-
-
-def read_classes(path: Path) -> tuple[str, ...] | dict[str, int]:
-    """Class names: one per line in the order of the logits, or a JSON list, or a JSON object of name → number."""
-    from equipoise.core.files import parse_json, read_bounded
-
-    text = read_bounded(path).decode("utf-8-sig", errors="replace")
-    if text.lstrip()[:1] in ("{", "["):
-        names: Any = parse_json(text, str(path))
-    else:
-        names = [line.strip() for line in text.splitlines() if line.strip()]
-    if not names or "\ufffd" in text:
-        refuse(f"{path} names no classes: expected one name per line, a JSON list or an object of name → number")
-    return names
 
 
 def load_network(recipe: Recipe, batch: int = 100) -> Portable:
@@ -197,5 +180,4 @@ def load_data(recipe: Recipe) -> Dataset:
     from equipoise.data import load_dataset
 
     reading = recipe.model_dump(include={"layout", "size", "columns"}, exclude_none=True)
-    dataset = load_dataset(recipe.data, recipe.split, labelled=False, **reading)
-    return dataset.with_classes(recipe.classes) if recipe.classes and dataset.labelled else dataset
+    return load_dataset(recipe.data, recipe.split, labelled=False, **reading)

@@ -39,7 +39,6 @@ def train(
     weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
     method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
     data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
-    distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
     ] = None,
@@ -72,7 +71,7 @@ def train(
     if source is not None:
         if planned or show:
             refuse("--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show")
-        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, distill, minutes, json)
+        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, minutes, json)
         return
     if recipe is None:
         refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
@@ -100,7 +99,7 @@ def _list(json: bool) -> None:
 
 def _robustify(
     source: str, weights: Path | None, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool,
-    method: str, data: str | None, distill: float, minutes: float | None, json: bool,
+    method: str, data: str | None, minutes: float | None, json: bool,
 ) -> None:  # fmt: skip
     """Convert, train, and show what it was and what it became."""
     from equipoise.train.robustify import robustify
@@ -111,7 +110,7 @@ def _robustify(
 
     folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
     outcome = robustify(
-        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes, distill=distill,
+        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes,
         minutes=minutes, cpu=cpu, progress=report,
     )  # fmt: skip
     if json:
@@ -122,7 +121,7 @@ def _robustify(
     left = [r.name for r in outcome.conversion.left]
     if left:
         tell(f"not converted: {', '.join(left)}")
-    tell(f"written: {folder / 'before-after.md'}")
+    tell(f"written: {folder / 'before-after.json'}")
 
 
 def _plan(recipe: Recipe, json: bool) -> None:
@@ -132,16 +131,7 @@ def _plan(recipe: Recipe, json: bool) -> None:
     if json:
         emit_json(plan)
         return
-    rows = [
-        ("training examples", f"{plan['examples']:,}"),
-        ("steps", f"{plan['steps']:,}"),
-        ("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s"),
-        ("all steps", f"{plan['hours']:.3g} h"),
-    ]
-    print_table(f"{recipe.name}: what it costs", ("figure", "value"), rows, right=("value",))
-    tell(f"number of examples from {plan['where']}; a step of a few examples was timed, its time extrapolated")
-    if plan["published"]:
-        tell(f"published: {plan['published']}")
+    tell(f"{plan['steps']:,} steps of {plan['step_seconds']:.3g} s of processor time: {plan['hours']:.3g} h")
 
 
 def _show_recipe(recipe: Recipe, json: bool) -> None:

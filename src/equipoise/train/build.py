@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, one_line
-from equipoise.core.imports import resolve
+from equipoise.core.files import resolve
 from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Document, Model, Optimizer, fill_in
 from equipoise.train.processes import generator
@@ -93,10 +94,8 @@ def _load(data: Data, split: str, like: Any = None) -> Any:
     from equipoise.data import load_dataset
 
     path = fill_in(data.path)
-    if data.reader is not None:
-        source = resolve(data.reader)(path, split)
-    else:
-        source = load_dataset(path, split, layout=data.layout)
+    reader = partial(load_dataset, layout=data.layout) if data.reader is None else resolve(data.reader)
+    source = reader(path, split)
     if like is not None and (source.input_shape != like.input_shape or source.num_classes > like.num_classes):
         raise InputError(
             f"{path}#{split}: inputs of shape {source.input_shape} with {source.num_classes} classes do not go with those of "

@@ -509,9 +509,10 @@ class Training:
         save_certificate(folder, recipe.name, row.get("bound"), pairs, figures, made)
         if part is not None and row.get("bound") is not None:
             x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
-            # networks with operations that bundles do not have go without one
-            with contextlib.suppress(Refused):
-                write_bundle(model, x.cpu(), y, folder / "bundle")
+            # networks with operations that bundles do not have, and taggers of sequences, go without one
+            if y.dim() == 1:
+                with contextlib.suppress(Refused):
+                    write_bundle(model, x.cpu(), y, folder / "bundle")
 
     def close(self) -> None:
         """Close files, and remove the penalties' hooks from the network."""

@@ -1,8 +1,8 @@
 """What the processes of a run share: sums, values of the first process, and randomness.
 
 Randomness is a function of (seed, purpose, position in the run), so nothing of it needs to be stored to repeat it. The order of
-the data is keyed by the epoch, augmentation and noise by the step and the place of the process's share in the global batch. What the network itself draws (dropout) comes from torch's global generator, which
-is seeded by the step and the number of the process.
+the data is keyed by the epoch, augmentation and noise by the step and the place of the process's share in the global batch.
+What the network itself draws (dropout) comes from torch's global generator, seeded by the step and the number of the process.
 """
 
 from __future__ import annotations

@@ -98,6 +98,32 @@ def lipschitz(as_json: Json = False) -> None:
 
 
 @bench.command()
+def verification(
+    images: Annotated[int, typer.Option(min=1, max=200, help="Images of each network.")] = 50,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of processor time for each image.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """ℓ2 robustness of the SDP-CROWN release's networks at their radii: proved, and not broken by an attack.
+
+    Needs the folder l2-verification in EQUIPOISE_DATA.
+
+    Example:
+
+      equipoise bench verification --images 10
+    """
+    from equipoise_lab.bench.verification import rows
+
+    found = rows(images, seconds)
+    if as_json:
+        emit_json(found)
+        return
+    shown = table("robust at the radius", *found[0])
+    for row in found:
+        shown.add_row(*(str(value) for value in row.values()))
+    results().print(shown, markup=False)
+
+
+@bench.command()
 def layers(
     quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 5,

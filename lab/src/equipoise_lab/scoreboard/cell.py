@@ -23,9 +23,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from equipoise.attacks import autoattack, pgd
-from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import atomic_write, make_folder, read_json
+from equipoise.core.files import atomic_write, make_folder, read_json, sealed, unsealed
 from equipoise.nn.activations import BetaAbs
 from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.lipschitz import families
@@ -35,7 +34,7 @@ from equipoise.nn.pooling import SpaceToDepth
 from equipoise.train import Recipe, read_recipe, run_recipe
 from equipoise.train.build import Part, Parts, build_data
 from equipoise.train.loop import step_seconds
-from equipoise.train.losses import cross_entropy
+from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.metrics import certified_bound, evaluate
 
 #: rows of the scoreboard: name → builder
@@ -254,9 +253,7 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
     if cell.family in PEERS:  # measured again as the fixed network that is certified
         model = baked(model)
         found = certified_bound(model, whole.train.source.input_shape, first.metrics.rtol)
-        asked = first.metrics
-        device = torch.device("cpu")
-        figures = evaluate(model, test, cross_entropy(), device, asked.batch_size, asked.epsilons, found)
+        figures = evaluate(model, test, TASKS["ce"](), torch.device("cpu"), first.metrics, found)
         final = {**final, **figures, "bound": found.upper, "bound_reason": found.reason}
     certified = final.get("certified_accuracy")
     if final.get("bound") is None or certified is None:
