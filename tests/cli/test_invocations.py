@@ -37,7 +37,7 @@ VALID = [
     "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run run --json",
     "derive run --alpha 0.1 --procedure cohen --epsilon 0,0.5 --json",
     "export run out.tsv",
-    "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --classes names.txt --run named --json",
+    "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run named --json",
     "certify net --data alone.npz --sigma 0.5 --n 20 --set n0=10 --set layout=NHWC --run unlabelled",
     "certify own:make --data own:rows --set columns=a,b --sigma 0.5 --n 20 --set n0=10 --run mine --json",
     "certify pixels.pt2 --data photos --size 4,4 --mean 0.5 --std 2 --sigma 0.5 --n 20 --set n0=10 --run seen --json",
@@ -61,7 +61,7 @@ VALID = [
     "prove net --data data.npz --norm linf --effort fast --seconds 1 --limit 1 --run sure",
     "train recipe.yaml --plan --json",
     "train recipe.yaml --show",
-    "train recipe.yaml --from net --method sr --distill 0.5 --run-dir further",
+    "train recipe.yaml --from net --method sr --run-dir further",
     "scoreboard --data digits --small --minutes 0 --families bcop --losses la --seeds 1 --plan -o board --json",
     "report run sure --audit net --alpha 0.01 --title t -o page.html --json",
     "norm w.safetensors --padding circular --stride 2",
@@ -71,7 +71,7 @@ WORDS = [
     "", "-1", "0", "nan", "inf", "-inf", "1e999", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/", "/dev/null",
     "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
     "net.onnx", "bench.json", "empty", "folder.pt2", "folder.npz", "text.onnx", "sure",
-    "data.npz", "alone.npz", "names.txt", "photos", "parts", "pixels.pt2", "own:rows",
+    "data.npz", "alone.npz", "photos", "parts", "pixels.pt2", "own:rows",
     "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',
     "\\", "\n", "%s", "$HOME", "*",
 ]  # fmt: skip
@@ -86,7 +86,6 @@ def place(tmp_path_factory):
     save_file({"w": torch.eye(3), "k": torch.ones(1, 1, 3, 3)}, folder / "w.safetensors")
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "own.py").write_text(OWN)
-    (folder / "names.txt").write_text("yes\nno\n")
     (folder / "parts").mkdir()
     for part in "ab":
         save_file({f"{part}.w": torch.eye(3)}, folder / "parts" / f"{part}.safetensors")
