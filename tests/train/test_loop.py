@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
           "soft-vote": {"sigma": 0.1},
-          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
+          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "emma", "la")}}  # fmt: skip
 
 
 def row(kind):
