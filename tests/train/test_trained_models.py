@@ -9,8 +9,8 @@ import torch
 
 import equipoise as eq
 from equipoise.attacks import pgd
-from equipoise.core.digests import sealed
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.files import sealed
 from equipoise.data import load_dataset
 from equipoise.models import CERTIFICATE, bundled, load
 from equipoise.smoothing import margin_radius

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from equipoise.core.checks import require_tensor
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
@@ -51,8 +52,10 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
     True
     """
     hidden = len(weights) - 1
-    if hidden < 0 or any(w.dim() != 2 for w in weights):
+    if hidden < 0:
         raise InputError("a chain needs at least one matrix (out, in)")
+    for weight in weights:
+        require_tensor(weight, "a weight of the chain", dims=2)
     one_for_all = len(slopes) == 2 and not isinstance(slopes[0], tuple)
     each: list[Any] = [slopes] * hidden if one_for_all else list(slopes)
     if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
@@ -23,6 +24,7 @@ class _Windows(Described):
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
+        require_type(kernel_size, (int, tuple, list), "kernel_size")
         self.kernel_size = _pair(kernel_size)
         self.stride = _pair(kernel_size if stride is None else stride)
         count = self._reached()

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded, load_model
-from equipoise.core.digests import sealed
-from equipoise.core.documents import Document, NonNegative, parse_document, read_document
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import atomic_write
+from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded, sealed
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import with_effective_weights
@@ -132,7 +130,7 @@ def save_audit(audit: Audit, folder: str | Path) -> None:
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
-    return read_document(Path(folder) / NAME, Audit, sealed=True)
+    return parse_document(read_bounded(Path(folder) / NAME), Audit, str(Path(folder) / NAME), sealed=True)
 
 
 def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None) -> Audit:

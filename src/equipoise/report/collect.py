@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from equipoise.core.documents import Document, NonNegative, read_document
 from equipoise.core.errors import InputError
-from equipoise.core.files import atomic_write
+from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded
 from equipoise.report import audits as audit_file
 from equipoise.report.audits import Audit
 from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
@@ -120,7 +119,7 @@ def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
 
 def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
     """Read `gallery.json`; only PNG data addresses are accepted as images."""
-    return read_document(Path(folder) / GALLERY, Gallery).pictures
+    return parse_document(read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)).pictures
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,17 @@ import numpy as np
 from pydantic import Field
 
 from equipoise.core.bounds import format_up
-from equipoise.core.digests import digest_document
-from equipoise.core.documents import Count, Document, NonNegative, PositiveCount, check_document
 from equipoise.core.errors import InputError, Refused, did_you_mean
-from equipoise.core.files import atomic_write, read_json
+from equipoise.core.files import (
+    Count,
+    Document,
+    NonNegative,
+    PositiveCount,
+    atomic_write,
+    check_document,
+    digest_document,
+    read_json,
+)
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.noise import Grid, Levels, NoiseName, NoiseSpec

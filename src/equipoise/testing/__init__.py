@@ -6,8 +6,8 @@ without arguments that returns a tuple of `Check`.
 
 from importlib.metadata import entry_points
 
-from equipoise.core.attack import attack
 from equipoise.core.errors import InputError
+from equipoise.lipschitz.witness import attack
 from equipoise.testing import networks, norms
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core.programs import flat_tensors
+from equipoise.core.modules import flat_tensors
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate

@@ -9,8 +9,8 @@ import equipoise.nn as layers
 from equipoise.certificates import describe
 from equipoise.checker.check import Network
 from equipoise.conversion import export
-from equipoise.core.attack import attack
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.lipschitz.witness import attack
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import Batch
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, did_you_mean
-from equipoise.core.imports import resolve
+from equipoise.core.files import resolve
 from equipoise.data import augment
 from equipoise.nn.models import LipschitzGPT
 from equipoise.optim import SpectralGuard
