@@ -13,43 +13,46 @@ from transformers import BertConfig, BertForSequenceClassification, PrinterCallb
 
 import equipoise as eq
 
-torch.manual_seed(0)
-VOCABULARY, LENGTH = 50, 12
+
+class DecayTrainer(Trainer):
+    """Adds the penalty to the training loss, over the positions that have a label; the evaluation loss is left alone."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            scale = 1.0  # a loss that is divided by the items of all accumulated batches: so is the penalty
+            if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+                scale = (labels != -100).sum() / num_items_in_batch
+            loss = loss + scale * self.decay(mask=labels != -100)
+        return (loss, outputs) if return_outputs else loss
 
 
 def sentences(n: int) -> list[dict[str, torch.Tensor]]:
-    """A toy task: does token 7 occur? Replace by your tokenised data."""
-    ids = torch.randint(1, VOCABULARY, (n, LENGTH))
+    """A toy task: does token 7 occur? Replace by your tokenized data."""
+    ids = torch.randint(1, 50, (n, 12))
     ids[: n // 2, 3] = 7
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": (i == 7).any().long()} for i in ids]
 
 
-def train(sigma: float) -> tuple[float, float]:
-    """Train with the given σ; returns the evaluation loss and the mean square of what the last layer reads."""
+torch.manual_seed(0)
+DATA, TEST = sentences(256), sentences(64)
+CONFIG = BertConfig(
+    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
+)
+for sigma in (1e-6, 0.2):  # as good as none, and one that shows
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=LENGTH, num_labels=2,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder, max_steps=60, per_device_train_batch_size=32, learning_rate=2e-3, report_to=[], use_cpu=True,
             save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
-        trainer = Trainer(BertForSequenceClassification(config), settings, train_dataset=DATA, eval_dataset=TEST)
+        trainer = DecayTrainer(BertForSequenceClassification(CONFIG), settings, train_dataset=DATA, eval_dataset=TEST)
         trainer.remove_callback(PrinterCallback)
-        # The one line that matters. It finds the last linear layer by itself; labels of −100 do not count.
-        trainer = eq.regularizers.decay_in_trainer(trainer, sigma=sigma)
+        trainer.decay = eq.regularizers.ActivationDecay(trainer.model, sigma)
         trainer.train()
-        loss = trainer.evaluate()["eval_loss"]  # the evaluation loss is left alone
-        model, decay = trainer.model.eval(), trainer.activation_decay
+        loss = trainer.evaluate()["eval_loss"]
         with torch.no_grad():
-            model(**{key: torch.stack([item[key] for item in TEST]) for key in TEST[0]})
-        square = float(decay()) / (sigma**2 / 2)  # decay() is (σ²/2)·mean‖h‖² of the latest forward pass
-    return loss, square
-
-
-DATA, TEST = sentences(256), sentences(64)
-for sigma in (1e-6, 0.2):  # as good as none, and one that shows
-    loss, square = train(sigma)
+            trainer.model.eval()(**{key: torch.stack([item[key] for item in TEST]) for key in TEST[0]})
+        square = float(trainer.decay()) / (sigma**2 / 2)  # decay() is (σ²/2)·mean‖h‖² of the latest forward pass
     print(f"σ = {sigma:g}: evaluation loss {loss:.3f}, mean ‖h‖² {square:.2f}")

@@ -29,8 +29,8 @@ BAD = {
 
 #: what is not called here, with the reason
 LEFT_OUT = {
-    "lightning_callback", "lightning_monitor",  # need Lightning
-    "Call", "tensorboard_sink", "save_guard", "load_guard",  # made by the library; writes where it is told
+    "lightning_monitor",  # need Lightning
+    "Call", "tensorboard_sink",   # made by the library; writes where it is told
     "Bound", "Bracket", "Kind", "EquipoiseError", "InputError", "Refused",  # plain types
 }  # fmt: skip
 

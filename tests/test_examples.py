@@ -28,6 +28,13 @@ EXAMPLES = [
         id="activation_decay_trainer",
         marks=pytest.mark.text,
     ),
+    pytest.param(
+        "guarded_trainer",
+        ("transformers", "accelerate"),
+        "6 steps, norms at most",
+        id="guarded_trainer",
+        marks=pytest.mark.text,
+    ),
 ]
 
 

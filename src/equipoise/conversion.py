@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import format_down, format_up
-from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.files import Digest
 from equipoise.core.modules import evaluating, hooked
 from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound

@@ -31,7 +31,7 @@ def demo(tmp_path_factory):
 def test_it_writes_the_report_and_every_run(demo):
     page = (demo.out / "report.html").read_text(encoding="utf-8")
     assert len(page) < 10_000_000
-    sections = ("gallery-section", "spectra-0", "proofs-section")
+    sections = ("gallery-section", "shares-0", "proofs-section")
     for words in ("1-Lipschitz network", "deterministic", "cohen", "rivals", "lvm + Lipschitz", *sections):
         assert words in page, words
     assert {f.name for f in (demo.out / "runs").iterdir()} == {f"{n}-{w}" for n in NETWORKS for w in WAYS}

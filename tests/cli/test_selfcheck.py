@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from equipoise.core import InputError
-from equipoise.testing import CHECKS, REFERENCE_ROUNDING, SUITES, Check, Tally, run
+from equipoise.testing import REFERENCE_ROUNDING, SUITES, Check, Tally, run
 from equipoise.testing.norms import hostile_settings, truth
+from equipoise_lab.fuzz import trained_suite
 
 
-@pytest.mark.parametrize("check", sum(SUITES.values(), ()), ids=lambda check: check.name)
+@pytest.mark.parametrize("check", sum(SUITES.values(), trained_suite()), ids=lambda check: check.name)
 def test_every_check_runs_without_violations(check):
     report = run((check,), seconds=1.0, seed=5)
     assert report.violations == 0, report.tallies[0].examples
-    if check in CHECKS:
+    if check.name.startswith(("matrices", "convolutions")):
         assert report.tallies[0].refused == 0, report.tallies[0].examples
-    assert report.operators > 0
+    assert report.comparisons > 0
     assert report.tallies[0].closest_upper >= -REFERENCE_ROUNDING
 
 
@@ -26,14 +27,14 @@ def test_the_same_seed_tests_the_same_operators():
         batch.tally.record(1.0, 1.0, 1.0, "")
 
     for seed in (0, 0, 1):
-        run((Check("look", 1.0, look),), seconds=1e-9, seed=seed)
+        run((Check("look", look),), seconds=1e-9, seed=seed)
     assert seen[0] == seen[1] != seen[2]
 
 
 def test_violations_are_counted_and_described():
     tally = Tally("x")
     tally.record(torch.tensor([0.5, 1.1, 0.0]), torch.tensor([0.9, 2.0, math.nan]), torch.ones(3), "here")
-    assert tally.operators == 3
+    assert tally.comparisons == 3
     assert tally.violations == 3
     assert all("here" in example for example in tally.examples)
     fair = Tally("y")
@@ -41,8 +42,6 @@ def test_violations_are_counted_and_described():
     assert fair.violations == 0
     fair.record(1 + 1e-11, 2.0, 1.0, "python floats are not rounded to float32")
     assert fair.violations == 1
-    fair.record(0.5, 2.0, 1.0, "the same operator in another arithmetic", again=True)
-    assert (fair.operators, fair.comparisons) == (2, 3)
 
 
 def test_a_power_iteration_sold_as_an_upper_bound_is_caught():
@@ -54,7 +53,7 @@ def test_a_power_iteration_sold_as_an_upper_bound_is_caught():
             v = v / v.norm(dim=1, keepdim=True)
         batch.tally.record(None, (W @ v).norm(dim=1), truth(W), "power iteration")
 
-    assert run((Check("wrong", 1.0, wrong),), seconds=0.01).violations >= 60
+    assert run((Check("wrong", wrong),), seconds=0.01).violations >= 60
 
 
 def test_the_reference_survives_extreme_scales():
@@ -75,7 +74,7 @@ def test_refusals_are_counted_apart():
     def refuse(batch):
         raise InputError("no")
 
-    tally = run((Check("refuse", 1.0, refuse),), seconds=0.01).tallies[0]
+    tally = run((Check("refuse", refuse),), seconds=0.01).tallies[0]
     assert tally.refused > 0
     assert tally.violations == 0
 
@@ -84,16 +83,16 @@ def test_command(equipoise):
     ran = equipoise("selfcheck", "--minutes", "0.05", "--seed", "2", "--json")
     assert ran.code == 0
     assert ran.json["violations"] == 0
-    assert ran.json["operators"] > 1000
+    assert ran.json["comparisons"] > 1000
     assert ran.json["seed"] == 2
-    assert len(ran.json["checks"]) == len(CHECKS)
+    assert len(ran.json["tallies"]) == len(SUITES["norms"])
 
 
 def test_command_prints_a_table_and_fails_on_violations(equipoise, monkeypatch):
     def wrong(batch):
         batch.tally.record(0.0, 0.5, 1.0, "by construction")
 
-    monkeypatch.setattr("equipoise.testing.SUITES", {"norms": (Check("wrong on purpose", 1.0, wrong),)})
+    monkeypatch.setattr("equipoise.testing.SUITES", {"norms": (Check("wrong on purpose", wrong),)})
     ran = equipoise("selfcheck", "--minutes", "0.0001")
     assert ran.code == 1
     assert "wrong on purpose" in ran.out
@@ -104,7 +103,7 @@ def test_command_prints_a_table_and_fails_on_violations(equipoise, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--device", "tpu"], "cpu, cuda or mps"),
+        (["--device", "tpu"], "cpu or cuda"),
         (["--device", "cuda:99"], "sees here"),
         (["--minutes", "0"], "positive"),
         (["--minutes", "nan"], "positive"),
@@ -120,7 +119,7 @@ def test_refusals(equipoise, args, words):
 def test_a_hundred_thousand_operators_in_the_default_budget(equipoise):
     ran = equipoise("selfcheck", "--json")
     assert ran.code == 0
-    assert ran.json["operators"] >= 100_000
+    assert ran.json["comparisons"] >= 100_000
     assert ran.json["violations"] == 0
 
 

@@ -61,7 +61,7 @@ def test_more_than_one_line_is_no_sentence(monkeypatch, tmp_path):
 def test_the_suite_runs_apart_without_violations():
     report = run(find_suite("files"), seconds=30, seed=11)
     assert report.violations == 0, report.tallies[0].examples
-    assert report.operators >= 12
+    assert report.comparisons >= 12
 
 
 def test_a_script_shows_its_case(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.core.digests import Digest, digest_bytes, digest_document
+from equipoise.core.files import Digest, digest_bytes, digest_document
 from equipoise.data import Dataset
 from equipoise.runs.inputs import Inputs
 

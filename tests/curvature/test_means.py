@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise import curvature
 from equipoise.core import InputError, Refused
 from equipoise.curvature import LossHessian
 
@@ -64,38 +63,10 @@ def test_batch_norm_without_running_statistics_needs_one_batch():
     assert value == pytest.approx(nn.functional.cross_entropy(model(inputs()), y).item())
 
 
-def test_noise_is_in_the_value_the_gradient_and_the_sharpness():
-    model, y = network(), torch.arange(23) % 3
-    noisy = LossHessian(model, "ce", (inputs(), y), noise=(0.3, 4, 0))
-    values = []
-    sizes = [p.numel() for p in model.parameters()]
-    for shift in noisy.shifts:
-        parts = zip(model.named_parameters(), shift.split(sizes), strict=True)
-        moved = {n: p.detach() + s.reshape(p.shape) for (n, p), s in parts}
-        values.append(nn.functional.cross_entropy(torch.func.functional_call(model, moved, (inputs(),)), y).item())
-    assert noisy.value() == pytest.approx(np.mean(values))
-    assert noisy.value() != pytest.approx(LossHessian(model, "ce", (inputs(), y)).value(), rel=1e-3)
-    step = 1e-5 * np.random.default_rng(0).standard_normal(noisy.size)
-    slope = noisy.value(step) - noisy.value(-step)
-    assert slope == pytest.approx(2 * float(noisy.gradient() @ step), rel=1e-5)
-    sharp = curvature.sharpness(noisy, radius=0.05, steps=3)
-    assert sharp.loss == pytest.approx(noisy.value())
-    assert sharp.value > 0
-
-
-LABELS = {
-    "too large": (torch.full((23,), 3), "the loss fails"),
-    "negative": (torch.full((23,), -1), "not be negative"),
-    "of another shape": (torch.zeros(23, 1, dtype=torch.int64), "the loss fails"),
-    "floats": (torch.zeros(23), "the loss fails"),
-}
-
-
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_that_are_none_are_refused(name):
-    y, reason = LABELS[name]
-    with pytest.raises(InputError, match=reason):
-        LossHessian(network(), "ce", (inputs(), y)).matvec(np.zeros(43))
+def test_negative_labels_are_refused():
+    """Torch would leave them out of the mean, and the batches would be weighted wrongly."""
+    with pytest.raises(InputError, match="not be negative"):
+        LossHessian(network(), "ce", (inputs(), torch.full((23,), -100))).matvec(np.zeros(43))
 
 
 def test_targets_of_another_shape_are_refused():

@@ -22,6 +22,8 @@ SMALL = {
     "resnet18": {"width": 4, "input_size": 16},
     "resnet34": {"width": 4, "input_size": 16, "in_channels": 1},
     "resnet50": {"width": 4, "stem": "imagenet", "input_size": 64},
+    "resnet101": {"width": 4, "input_size": 16},
+    "resnet152": {"width": 4, "input_size": 16},
     "cifar_resnet": {"depth": 8, "input_size": 16, "width": 4},
     "cifar_resnet20": {"input_size": 8},
     "cifar_resnet56": {"input_size": 8},

@@ -422,7 +422,7 @@ LAYERS = {
             ("Linear", (4, 4), ROW), ("Conv1d", (4, 4, 3), LINE), ("Conv2d", (4, 4, 3), IMAGE),
             ("ConvTranspose2d", (4, 4, 3), IMAGE),
         )
-        for name in ("AOL", "SN", "SR", "RLB", "BCOP", "RKO", "SOC", "Bjorck", "Cayley", "Householder", "Sandwich", "CPL", "SLL")
+        for name in ("AOL", "SN", "SR", "BRO", "BCOP", "RKO", "SOC", "Bjorck", "Cayley", "CPL", "SLL")
         if hasattr(own, f"{name}{suffix}")
     },
     "LayerCentering": (own.LayerCentering, IMAGE),
@@ -435,7 +435,6 @@ LAYERS = {
     "ScaledGlobalAvgPool2d": (own.ScaledGlobalAvgPool2d, IMAGE),
     "SpaceToDepth": (lambda: own.SpaceToDepth(2), IMAGE),
     "DepthToSpace": (lambda: own.DepthToSpace(2), IMAGE),
-    "FirstFeatures": (lambda: own.models.lipschitz.FirstFeatures(2), IMAGE),
     "PadChannels": (lambda: own.PadChannels(8), IMAGE),
 }  # fmt: skip
 

@@ -61,9 +61,8 @@ def whole(n=40, text="net"):
         )
         for i in range(3)
     ]  # fmt: skip
-    spectrum = {"layer": text, "values": [2.0, 1.0, 0.5, 0.0], "count": 4}
     local = {"id": text, "lower": 0.51239, "upper": 0.61231}
-    audit = audit_of(text, bound(text), spectra=[spectrum], local=[local], local_radius=0.1)
+    audit = audit_of(text, bound(text), local=[local], local_radius=0.1)
     return ReportData(
         text, tuple(curves), tuple(attacks), (audit,), tuple(pictures), ({"run": text, "model": text, "seed": 7},),
         Checked(12), text, "2026-01-01", {"equipoise": "0"}, (text,),

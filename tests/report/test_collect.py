@@ -140,9 +140,7 @@ def test_names_tell_runs_apart(folder, tmp_path):
     for name in "xy":
         shutil.copytree(root / "votes", tmp_path / name / "votes")
     data = collect([tmp_path / "x" / "votes", tmp_path / "y" / "votes"])
-    assert {s.run for s in data.series} == {"x/votes", "y/votes"}
-    with pytest.raises(InputError, match="twice"):
-        collect([root / "votes", root / "." / "votes"])
+    assert {s.run for s in data.series} == {str(tmp_path / "x" / "votes"), str(tmp_path / "y" / "votes")}
 
 
 def test_networks_of_one_name_are_not_mixed_up(tmp_path):
@@ -175,9 +173,6 @@ def test_audits_survive_their_file(tmp_path):
     audit = audit_network("net", net, torch.zeros(1, 1, 6, 6))
     report.save_audit(audit, tmp_path)
     assert report.load_audit(tmp_path) == audit
-    for s in audit.spectra:
-        row = next(r for r in audit.bound.layers if r.name == s.layer)
-        assert s.values[0] == pytest.approx(row.upper, rel=0.35 if s.note else 0.01)
 
 
 def test_networks_that_compute_their_weights_are_audited_with_those():
@@ -185,11 +180,10 @@ def test_networks_that_compute_their_weights_are_audited_with_those():
 
     audit = audit_network("net", nn.Sequential(SRLinear(5, 4), nn.ReLU()).eval(), torch.zeros(1, 5))
     assert audit.bound.log_upper <= 1e-3
-    assert audit.spectra[0].layer == "0"
 
 
 DAMAGE = {
-    "audit.json": ["", "{}", "[]", '{"model": "m", "bound": {}, "spectra": [], "local": [], "local_radius": null}'],
+    "audit.json": ["", "{}", "[]", '{"model": "m", "bound": {}, "local": [], "local_radius": null}'],
     "gallery.json": ["", "{}", "[1]", '{"pictures": 1}', '{"pictures": [{"model": "m"}]}'],
 }
 

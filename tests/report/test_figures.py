@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InputError
-from equipoise.report import Attacks, Audit, Series, data_uri, figures
+from equipoise.report import Attacks, Series, data_uri, figures
 from equipoise.runs import Results
 
 RADII = st.lists(st.floats(0, 5, allow_subnormal=False), min_size=1, max_size=60)
@@ -54,19 +54,6 @@ def test_a_drawn_attack_never_shows_fewer_survivors_than_there_were(distances, l
         assert drawn(x, y, e, "h") >= a.accuracy(e)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.3, 2.6, {"0.5", "1", "2"}), (1.2, 1.3, {"1", "2"}), (1e-5, 1.0, set())],
-)
-def test_ticks_of_log_axes_are_whole_numbers(low, high, expected):
-    spectrum = {"layer": "0", "values": [high, low], "count": 2}
-    bound = {"log_upper": 0.0, "log_product": 0.0}
-    audit = Audit.model_validate_json(json.dumps({"model": "m", "bound": bound, "spectra": [spectrum]}))
-    axis = figures.spectrum(audit)["layout"]["yaxis"]
-    assert expected <= set(axis.get("ticktext", ()))
-    assert "tickvals" in axis or axis["dtick"] >= 1
-
-
 def test_thinning_keeps_both_ends_and_the_limit():
     values = np.linspace(0, 1, 10_000)
     kept = figures.thinned(values, 50)
@@ -80,12 +67,11 @@ def test_curves_of_ten_thousand_inputs_are_short(report_parts):
     assert len(figure["data"][0]["x"]) <= figures.POINTS + 2
 
 
-def test_procedures_keep_their_colour_and_no_two_curves_look_alike():
+def test_no_two_curves_look_alike():
     several = [certified([1.0], p, r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")]
-    styles = figures.lines(several)
-    assert len({tuple(style.values()) for style in styles}) == len(styles)
-    assert styles[0]["color"] == figures.COLOURS["cohen"]
-    assert len(set(figures.labels(several))) == len(several)
+    traces = figures.curves(several, [], 2.0)["data"]
+    assert len({(t["line"]["color"], t["line"]["dash"]) for t in traces}) == len(several)
+    assert len({t["name"] for t in traces}) == len(several)
 
 
 def test_radii_histogram_counts_every_input(report_parts):
@@ -94,23 +80,11 @@ def test_radii_histogram_counts_every_input(report_parts):
     assert np.asarray(trace["y"])[::2].sum() == pytest.approx(1.0)
 
 
-def test_bounds_point_to_the_truth(report_parts):
-    local = [{"id": "0", "lower": 0.5, "upper": 0.7}]
-    audit = report_parts.audit("m", report_parts.bound(), local=local, local_radius=0.1)
-    figure = figures.bounds([audit])
-    trace = figure["data"][0]
-    shown = dict(zip(trace["y"], zip(trace["x"], trace["marker"]["symbol"], strict=True), strict=True))
-    assert figure["layout"]["xaxis"]["type"] == "log"
-    assert shown["product, layer by layer"][0] >= 30.0
-    assert shown["near some inputs, reached"] == (0.5, "triangle-right")
-    assert shown["near some inputs, proved"] == (0.7, "triangle-left")
-    assert "chain" not in shown
+def test_layer_shares_name_the_layers(report_parts):
+    figure = figures.layer_shares(report_parts.audit("m", report_parts.bound("<conv>")))
+    assert figure["data"][0]["x"][0] == "&lt;conv&gt;.0"
+    assert figure["data"][0]["y"][0] == pytest.approx(0.4)
     json.dumps(figure, allow_nan=False)
-
-
-def test_a_bound_beyond_the_floats_is_left_out_of_the_chart(report_parts):
-    trace = figures.bounds([report_parts.audit("m", {**report_parts.bound(), "log_product": 5000.0})])["data"][0]
-    assert trace["x"][trace["y"].index("product, layer by layer")] is None
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 5, 9), (3, 4, 6)])

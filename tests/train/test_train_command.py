@@ -57,12 +57,9 @@ def test_a_line_per_epoch_and_a_table(recipe, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "tiny" / "config.json").exists()
 
 
-def test_list_and_show():
+def test_list():
     assert {"sll-sr-digits", "text-snips"} <= set(json.loads(run("train", "--list", "--json").stdout))
     assert "sll-sr-digits" in run("train", "--list").stdout
-    shown = run("train", "sll-sr-digits", "--set", "seed=7", "--show")
-    assert "seed: 7" in shown.stdout
-    assert json.loads(run("train", "sll-sr-digits", "--show", "--json").stdout)["name"] == "sll-sr-digits"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_list_and_show():
         (["sll-sr-digts"], "did you mean 'sll-sr-digits'"),
         (["sll-sr-digits", "--set", "optimizer.lrr=1"], "did you mean 'optimizer.lr'"),
         (["sll-sr-digits", "--set", "data.path=nowhere.npz"], "nowhere.npz"),
-        (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "cannot import 'nowhere'"),
+        (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "No module named 'nowhere'"),
         (["sll-sr-digits", "--set", "loss=crossentropy"], "no kind 'crossentropy'"),
     ],
 )

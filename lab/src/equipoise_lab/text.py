@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.core.digests import digest_bytes
 from equipoise.core.errors import InputError, one_line
-from equipoise.core.files import read_bounded
+from equipoise.core.files import digest_bytes, read_bounded
 from equipoise.train.config import NonNegative
 from equipoise.train.losses import Counts, Task
 

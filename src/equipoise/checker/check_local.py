@@ -42,7 +42,7 @@ def dense_layers(network):
     for node in network.nodes:
         require(node["inputs"] == [previous], "expected a chain of dense layers")
         previous = node["name"]
-        op = node["attributes"]["kind"] if node["op"] == "rearrange" else node["op"]
+        op = node["op"]
         if op == "reshape":
             require(not layers, "expected no reshape behind a dense layer")
             continue

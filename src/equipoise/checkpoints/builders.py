@@ -14,23 +14,24 @@ from importlib import metadata
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.imports import guarded
-from equipoise.core.programs import flat_tensors
+from equipoise.core.files import guarded
+from equipoise.core.modules import flat_tensors
 
 Builder = Callable[..., nn.Module]
 
 #: the module whose table `MODELS` lists builders; `module:name` is a row of it
 _HOME = "equipoise.nn.models"
 #: builders of the library outside of that table
-_OTHERS = ("equipoise.conversion:converted", f"{_HOME}:lipschitz_gpt")
+_OTHERS = ("equipoise.conversion:converted",)
 GROUP = "equipoise.models"
 _ADDED: dict[str, Builder] = {}
 _NAME = re.compile(r"^[A-Za-z_][\w.-]{0,99}$", re.ASCII)
-#: what an argument may be at most: an integer, a text, a list, the depth of lists and objects
-_INTEGER, _TEXT, _LENGTH, _DEPTH = 2**31, 200, 4096, 4
+#: what an argument may be at most: a number, a text, a list
+_INTEGER, _TEXT, _LENGTH = 2**31, 200, 4096
 #: operations that building a model may take per stored tensor, fifty times what it does take
 _CALLS = 500
 
@@ -53,43 +54,21 @@ def register_model(name: str, builder: Builder) -> None:
 
 def registered(name: str) -> bool:
     """Whether a file may name this builder."""
-    return name in _ADDED or _builtin(name) is not None or _entry(name) is not None
+    return _find(name) is not None
 
 
-def _builtin(name: str) -> Builder | None:
-    """The builder of the library that `module:name` means; no other module is imported."""
+def _find(name: str) -> Builder | None:
+    """A builder of this process, of the library, or of an installed package; no other module is imported."""
     home, _, key = name.partition(":")
+    if name in _ADDED:
+        return _ADDED[name]
     if name in _OTHERS:
         return getattr(importlib.import_module(home), key)
-    return importlib.import_module(home).MODELS.get(key) if home == _HOME else None
-
-
-def _entry(name: str) -> metadata.EntryPoint | None:
-    if not _NAME.match(name):
-        return None
-    entries = tuple(metadata.entry_points(group=GROUP, name=name))
-    if len({entry.value for entry in entries}) > 1:
-        raise Refused(f"several installed packages call their model {name!r}: uninstall all but one")
-    return entries[0] if entries else None
-
-
-def find_builder(name: str, where: str) -> Builder:
-    """The builder that a file names, from the library, this process or an installed package; anything else is refused.
-
-    Args:
-        name: what the file says.
-        where: what error messages call the file.
-    """
-    builder = _ADDED.get(name) or _builtin(name)
-    if builder is not None:
-        return builder
-    entry = _entry(name)
-    if entry is None:
-        raise Refused(
-            f"{where} asks for {name[:100]!r}, which is no registered model: a file names the builders of {_HOME} "
-            f"or of installed packages (entry points {GROUP}), never other code"
-        )
-    return guarded(entry.load, f"the model {name!r} of {entry.value!r}")
+    if home == _HOME:
+        return importlib.import_module(home).MODELS.get(key)
+    for entry in metadata.entry_points(group=GROUP, name=name):
+        return guarded(entry.load, f"the model {name!r} of {entry.value!r}")
+    return None
 
 
 def build_registered(
@@ -104,9 +83,14 @@ def build_registered(
         elements: how many numbers the weights file holds.
         tensors: in how many tensors.
     """
-    builder = find_builder(name, where)
+    builder = _find(name)
+    if builder is None:
+        raise Refused(
+            f"{where} asks for {name[:100]!r}, which is no registered model: a file names the builders of {_HOME} "
+            f"or of installed packages (entry points {GROUP}), never other code"
+        )
     checked = check_arguments(arguments, where)
-    with Budget(elements, where, _CALLS * (tensors + 20)):
+    with Budget(elements, where, tensors):
         model = guarded(lambda: builder(**checked), f"{where}: {name!r} with these arguments")
     if not isinstance(model, nn.Module):
         raise InputError(f"{name!r} gave a {type(model).__name__}, not an nn.Module")
@@ -128,35 +112,29 @@ def check_arguments(arguments: Any, where: str, most: int = _INTEGER) -> dict[st
     for key, value in arguments.items():
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("__"):
             raise InputError(f"{where}: {str(key)[:60]!r} is no name of an argument")
-        if not _is_plain(value, _DEPTH, min(most, _INTEGER)):
+        leaves = pytree.tree_leaves(value)
+        plain = len(leaves) <= _LENGTH
+        for leaf in leaves:
+            size, limit = (len(leaf), _TEXT) if isinstance(leaf, str) else (abs(leaf or 0), min(most, _INTEGER))
+            plain = plain and size <= limit  # NaN is not
+        if not plain:
             raise Refused(
-                f"{where}: the argument {key!r} must be a finite number (whole ones within ±{most:,}), a text of at most "
-                f"{_TEXT} letters, or lists and objects of them, at most {_DEPTH} deep and {_LENGTH:,} long"
+                f"{where}: the argument {key!r} must be a number within ±{most:,}, a text of at most {_TEXT} letters, or lists "
+                f"and objects of at most {_LENGTH:,} of them"
             )
     return dict(arguments)
-
-
-def _is_plain(value: Any, depth: int, most: int) -> bool:
-    if isinstance(value, list | tuple | dict):
-        items = value.values() if isinstance(value, dict) else value
-        return depth > 0 and len(value) <= _LENGTH and all(_is_plain(item, depth - 1, most) for item in items)
-    if isinstance(value, str):
-        return len(value) <= _TEXT
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or (isinstance(value, int) and abs(value) <= most)
 
 
 class Budget(TorchDispatchMode):
     """Stops a builder that allocates far more than the weights it is built for: a few letters must not fill the memory.
 
-    Allowed are 4 times the stored numbers and 2²⁴ more (initialization works on copies), and so many calls of operations.
+    Allowed are 4 times the stored numbers and 2²⁴ more (initialization works on copies), and `_CALLS` operations per tensor.
     """
 
-    def __init__(self, elements: float, where: str, calls: float) -> None:
+    def __init__(self, elements: float, where: str, tensors: float) -> None:
         super().__init__()
         self.elements = 4 * elements + 2**24
-        self.calls = calls
+        self.calls = _CALLS * (tensors + 20)
         self.where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

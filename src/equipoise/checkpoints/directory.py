@@ -14,10 +14,19 @@ from pydantic import ConfigDict, Field
 from torch import nn
 
 from equipoise.checkpoints.builders import build_registered, registered
-from equipoise.core.digests import digest_bytes, sealed, unsealed
-from equipoise.core.documents import Document, check_document
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import atomic_write, make_folder, open_weights, read_bounded, read_json
+from equipoise.core.files import (
+    Document,
+    atomic_write,
+    check_document,
+    digest_bytes,
+    make_folder,
+    open_weights,
+    read_bounded,
+    read_json,
+    sealed,
+    unsealed,
+)
 
 #: a weights file longer than this is not read
 LARGEST_WEIGHTS = 2**40
@@ -121,7 +130,7 @@ def read_weights(path: Path, digest: str | None = None) -> dict[str, torch.Tenso
     if digest is not None and digest != digest_bytes(read_bounded(path, LARGEST_WEIGHTS)):
         raise InputError(f"{path} is not the file that its config.json was written with (the digest does not fit)")
     with open_weights(path) as file:
-        return {name: file.tensor(name) for name in file.names}
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
 
 
 def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from equipoise.core.errors import Refused
-from equipoise.core.programs import flat_tensors
+from equipoise.core.modules import flat_tensors
 
 _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 

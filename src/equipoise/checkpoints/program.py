@@ -48,10 +48,9 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints.operations import check_arguments_of, find_operation
-from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
-from equipoise.core.files import parse_json, read_bounded
-from equipoise.core.programs import LARGEST, flat_tensors
+from equipoise.core.files import Digest, digest_document, parse_json, read_bounded
+from equipoise.core.modules import LARGEST, flat_tensors
 
 #: an archive longer than this is not read
 LARGEST_ARCHIVE = 2**37

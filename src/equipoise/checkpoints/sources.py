@@ -11,8 +11,7 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import read_program
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import read_json
-from equipoise.core.imports import guarded, resolve
+from equipoise.core.files import guarded, read_json, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ def selfcheck(
     suite: Annotated[
         str,
         typer.Argument(
-            help="norms, layers or networks; equipoise-lab adds programs, files and peers.", metavar="[SUITE]"
+            help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers.", metavar="[SUITE]"
         ),
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
@@ -31,17 +32,17 @@ def selfcheck(
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
 
-    `norms`: random and trained matrices and convolutions; the trained ones follow the
-    gradient of truth/upper to break the bound. `layers`: 1-Lipschitz layers, trained to
+    `norms`: random matrices and convolutions. `layers`: 1-Lipschitz layers, trained to
     break their constant. `networks`: random compositions of building blocks, whose facts
     are checked node by node and whose bounds are attacked by pairs and Jacobians.
 
-    Prints how many operators were tested, how close the bounds came, and how many were
+    Prints how many bounds were compared, how close the bounds came, and how many were
     wrong: 0, or the exit code is 1. An end counts as wrong beyond 1e-12 relative, the
     rounding of the reference.
 
-    With equipoise-lab installed, `programs` writes random programs as source code, and
-    `files` damages files of every kind that the library reads.
+    With equipoise-lab installed, `trained` follows the gradient of truth/upper to break
+    the bound of a norm, `programs` writes random programs as source code, and `files`
+    damages files of every kind that the library reads.
 
     Examples:
 
@@ -54,17 +55,12 @@ def selfcheck(
     from equipoise.testing import find_suite, run
 
     checks = find_suite(suite)
-    with progress() as bar:
-        task = bar.add_task("selfcheck", total=100)
+    with progress("selfcheck") as update:
         report = run(
-            checks,
-            60 * minutes,
-            device,
-            seed,
-            lambda tally, done: bar.update(task, completed=round(100 * done)),
+            checks, 60 * minutes, device, seed, lambda tally, done: update(completed=round(100 * done), total=100)
         )
     if json:
-        emit_json(report.to_dict())
+        emit_json({**asdict(report), "comparisons": report.comparisons, "violations": report.violations})
     else:
         _show(report)
     if scripts is not None:
@@ -79,36 +75,24 @@ def selfcheck(
 def _show(report: Report) -> None:
     import torch
 
-    numbers = (
-        "operators",
-        "brackets",
-        "min upper/truth − 1",
-        "max lower/truth − 1",
-        "violations",
-        "refused",
-        "seconds",
-    )
     rows = [
-        (
-            t.name,
-            f"{t.operators:,}",
-            f"{t.comparisons:,}",
-            f"{t.closest_upper:.1e}",
-            f"{t.closest_lower - 1:.1e}",
-            str(t.violations),
-            str(t.refused),
-            f"{t.seconds:.1f}",
-        )
+        {
+            "check": t.name,
+            "bounds": f"{t.comparisons:,}",
+            "min upper/truth − 1": f"{t.closest_upper:.1e}",
+            "max lower/truth − 1": f"{t.closest_lower - 1:.1e}",
+            "violations": str(t.violations),
+            "refused": str(t.refused),
+            "seconds": f"{t.seconds:.1f}",
+        }
         for t in report.tallies
     ]
-    print_table("selfcheck", ("check", *numbers), rows, right=numbers)
+    print_table("selfcheck", rows)
     for t in report.tallies:
         tell(*(f"  {example}" for example in t.examples))
-        for text in t.scripts:
-            packed = max(map(len, text.splitlines())) > 500  # files as text: --scripts keeps them
-            tell("", f"{text[:300]} …" if packed else text)
+        tell(*(f"{text[:300]} …" for text in t.scripts))  # --scripts keeps the whole
     verdict = f"{report.violations} VIOLATIONS" if report.violations else "no violations"
     tell(
-        f"{report.operators:,} operators, {verdict} "
+        f"{report.comparisons:,} bounds, {verdict} "
         f"({report.device}, seed {report.seed}, torch {torch.__version__}, {torch.get_num_threads()} threads)"
     )

@@ -23,6 +23,9 @@ from equipoise.core.errors import Refused
 
 Measured = Callable[[Any, tuple[int, ...]], Bound]
 
+#: bytes of a value that a program from a file may make on its way: what is constant in it is computed to be bounded
+LARGEST = 2**31
+
 
 class by_construction:
     """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.
@@ -139,6 +142,11 @@ def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]
                 full = f"{name}.{local}" if name else local
                 slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
     return slots
+
+
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a nested value."""
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 @contextmanager

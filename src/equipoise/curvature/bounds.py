@@ -65,19 +65,16 @@ class HessianBoundReport:
         return self.logit_gradient == 0
 
     def __str__(self) -> str:
-        lines = [f"{'layer':<12}{'norm ≤':>12}{'to logits ≤':>14}{'sensitivity ≤':>15}{'share':>8}"]
-        lines += [
-            f"{r.name:<12}{format_up(r.norm, 5):>12}{format_up(r.downstream, 5):>14}"
-            f"{format_up(r.sensitivity, 5):>15}{r.share:>8.1%}"
+        lines = [
+            f"{r.name}: norm ≤ {format_up(r.norm, 5)}, to the logits ≤ {format_up(r.downstream, 5)}, "
+            f"sensitivity ≤ {format_up(r.sensitivity, 5)}, share {r.share:.1%}"
             for r in self.rows
         ]
         lines.append(f"Gauss–Newton matrix: norm at most {format_up(self.gauss_newton, 5)}")
         if self.measured is not None:
             lines.append(f"Hessian: norm at least {self.measured:.5g} (measured)")
-        holds = "is zero, so" if self.bounds_hessian else f"reaches {self.logit_gradient:.3g}, so"
-        lines.append(
-            f"the gradient in the logits {holds} this {'is' if self.bounds_hessian else 'is not'} a bound of the Hessian"
-        )
+        about = "is a bound" if self.bounds_hessian else "is not a bound"
+        lines.append(f"the gradient in the logits reaches {self.logit_gradient:.3g}, so this {about} of the Hessian")
         return "\n".join(lines)
 
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
-from equipoise.core.digests import Digest
 from equipoise.core.errors import did_you_mean, one_line
-from equipoise.core.imports import guarded
+from equipoise.core.files import Digest, guarded
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]

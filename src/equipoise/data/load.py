@@ -21,8 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from equipoise.core.errors import InputError, did_you_mean, one_line
-from equipoise.core.files import open_regular
-from equipoise.core.imports import SPEC, guarded, resolve
+from equipoise.core.files import SPEC, guarded, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,
     LABELS,

@@ -24,8 +24,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
-from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
+from equipoise.core.modules import flat_tensors
 from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
+from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, in_float64, where
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from equipoise.core.checks import require_tensor
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
@@ -47,8 +48,10 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
     True
     """
     hidden = len(weights) - 1
-    if hidden < 0 or any(w.dim() != 2 for w in weights):
+    if hidden < 0:
         raise InputError("a chain needs at least one matrix (out, in)")
+    for weight in weights:
+        require_tensor(weight, "a weight of the chain", dims=2)
     if any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
         raise InputError("every matrix of a chain takes as many inputs as the one before it has outputs")
     layers = [Matrix(w.detach()) for w in weights]

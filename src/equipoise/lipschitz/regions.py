@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 
-from equipoise.core.attack import attack
 from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import is_unmodified
 from equipoise.core.precision import frobenius, inflate
+from equipoise.lipschitz.witness import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.spectral import Cache, bracket

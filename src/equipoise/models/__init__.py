@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
-from equipoise.core.digests import digest_document, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, did_you_mean
-from equipoise.core.files import atomic_write, read_bounded, read_json
+from equipoise.core.files import atomic_write, digest_document, read_bounded, read_json, sealed, unsealed
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import with_effective_weights
 

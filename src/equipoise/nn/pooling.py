@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
@@ -23,6 +24,7 @@ class _Windows(Described):
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
+        require_type(kernel_size, (int, tuple, list), "kernel_size")
         self.kernel_size = _pair(kernel_size)
         self.stride = _pair(kernel_size if stride is None else stride)
         count = self._reached()
@@ -226,25 +228,3 @@ class SpatialShift(Described):
 
 #: where the groups of channels go: down, right
 _DIRECTIONS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
-
-
-class FirstFeatures(Described):
-    """The first `features` entries of (batch, n): a contraction, the plainest way from wide features to logits.
-
-    >>> import torch
-    >>> FirstFeatures(2)(torch.arange(4.0)[None])
-    tensor([[0., 1.]])
-    """
-
-    __constants__ = ("features",)
-    lipschitz_upper = by_construction(1.0)
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.features = features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The first features."""
-        if x.shape[-1] < self.features:
-            raise InputError(f"{x.shape[-1]} features are fewer than {self.features}")
-        return x[..., : self.features]

@@ -197,16 +197,6 @@ def _rms_norm(spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: 
     return F.rms_norm(x, shape, scale.expand(shape), epsilon)
 
 
-@operator("LRN")
-def _local_response(
-    spec: Spec, x: Tensor, *, size: int, bias: float = 1.0, alpha: float = 1e-4, beta: float = 0.75
-) -> Tensor:
-    before, after = (size - 1) // 2, size // 2
-    squares = _pad(x * x, [(before, after)] + [(0, 0)] * (x.dim() - 2))
-    energy = squares.unfold(1, size, 1).sum(-1)
-    return x * (bias + alpha / size * energy) ** -beta
-
-
 @operator("Dropout")
 def _dropout(spec: Spec, x: Tensor, ratio: float | None = None, training_mode: float | None = None) -> Tensor:
     if training_mode:

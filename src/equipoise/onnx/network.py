@@ -110,7 +110,7 @@ class OnnxNetwork(nn.Module):
         limit = LARGEST_TOTAL * max(1, math.prod(inputs[0].shape[:1]))
         entries = 0
         with torch.no_grad(), unlogged():
-            for spec, node in self._nodes(arrays):
+            for spec, node in self._nodes():
                 with fake:
                     results = self._run(spec, node, values, arrays)
                 for value in results.values():
@@ -157,7 +157,7 @@ class OnnxNetwork(nn.Module):
             self.specialize(*inputs)
         folded, arrays = self._folded[_shapes(inputs)]
         values = {**self._constants(), **folded, **self._named(inputs)}
-        for spec, node in self._nodes(arrays):
+        for spec, node in self._nodes():
             if not self._dynamic.isdisjoint(spec.outputs):
                 values.update(self._run(spec, node, values, arrays))
         results = tuple(_value(values, name, "an output of the graph") for name in self.graph.outputs)
@@ -172,14 +172,8 @@ class OnnxNetwork(nn.Module):
             self.specialize(*[fn(torch.zeros(size, dtype=d)) for size, d in zip(sizes, dtypes, strict=True)])
         return self
 
-    def _nodes(self, arrays: Arrays) -> Iterator[tuple[Spec, nn.Module]]:
-        """The nodes in order, without those of branches that are not taken."""
-        for spec, node in zip(self.graph.nodes, self.children(), strict=True):
-            for name, _ in spec.guards:
-                if name in self._dynamic or name not in arrays or arrays[name].size != 1:
-                    raise spec.refuse(f"it is in a branch whose condition {name!r} depends on the data")
-            if all(bool(arrays[name]) == wanted for name, wanted in spec.guards):
-                yield spec, node
+    def _nodes(self) -> Iterator[tuple[Spec, nn.Module]]:
+        return zip(self.graph.nodes, self.children(), strict=True)
 
     def _constants(self) -> Values:
         return {name: getattr(self, place) for name, place in self._buffer_names.items()}
@@ -201,8 +195,7 @@ class OnnxNetwork(nn.Module):
                 if not name:
                     inputs.append(None)
                 elif reader is None:
-                    # a branch that was not taken has no results
-                    inputs.append(values.get(name) if spec.kind == "If" else _value(values, name, repr(spec.name)))
+                    inputs.append(_value(values, name, repr(spec.name)))
                 elif name in self._dynamic:
                     raise spec.refuse(f"its input {name!r} must be known beforehand, and it depends on the data")
                 else:

@@ -42,8 +42,8 @@ _READERS = {**_READERS, **{kind | None: reader for kind, reader in _READERS.item
 _TABLE: dict[str, Operator] = {}
 #: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not computed
 _WITHOUT_EFFECT = {
-    "extrapolation_value", "hidden_size", "momentum", "num_outputs", "qk_matmul_output_mode", "ratio",
-    "saturate", "seed", "softmax_precision", "sorted", "stash_type", "storage_order",
+    "extrapolation_value", "hidden_size", "momentum", "num_outputs", "ratio", "saturate", "seed", "sorted",
+    "stash_type", "storage_order",
 }  # fmt: skip
 #: the attributes that `**window` stands for in a function's signature
 _WINDOW = {"auto_pad", "dilations", "kernel_shape", "pads", "strides"}
@@ -234,13 +234,6 @@ def _cast(spec: Spec, x: Tensor, like: Tensor | None = None, *, to: int = 0) -> 
     if target.is_floating_point and x.is_floating_point():
         return x  # the network runs in one floating-point format
     return x.to(target)
-
-
-@operator("If")
-def _select_branch(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor, ...]:
-    """The results of the branch that was taken; those of the first branch stand before those of the second."""
-    middle = len(results) // 2
-    return results[:middle] if condition.item() else results[middle:]
 
 
 # ---- reductions ---------------------------------------------------------------------------------------------------------

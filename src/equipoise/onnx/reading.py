@@ -1,14 +1,14 @@
 """From the bytes of an ONNX file to plain records: nodes with their attributes, constants, inputs.
 
-Only the protocol buffer itself and the files of weights that lie beside it are read. Loops, local functions, custom operator
-domains and number formats that round (float16, bfloat16, quantized) are refused by name.
+Only the protocol buffer itself and the files of weights that lie beside it are read. Branches, loops, local functions, custom
+operator domains and number formats that round (float16, bfloat16, quantized) are refused by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ class Spec:
         inputs: names of the values it reads, empty for an input that is left out.
         outputs: names of the values it writes.
         attributes: by name.
-        guards: conditions and the value each must have for the node to run, for nodes in branches of an `If`.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Spec:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    guards: tuple[tuple[str, bool], ...] = ()
 
     def refuse(self, why: str) -> Refused:
         """The refusal of this node, to be raised."""
@@ -124,7 +122,7 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
     shapes = {key: _input_shape(value, name) for key, value in inputs.items()}
     dtypes = {key: DTYPES[value.type.tensor_type.elem_type] for key, value in inputs.items()}
 
-    nodes = _join_softplus(list(reader.nodes(graph.node, {}, ())), reader.constants)
+    nodes = _join_softplus([reader.node(proto, index) for index, proto in enumerate(graph.node)], reader.constants)
     if len(nodes) > MOST_NODES:
         raise Refused(f"{name} has {len(nodes):,} nodes; at most {MOST_NODES:,} are read from a file")
 
@@ -198,61 +196,29 @@ def _element(kind: int) -> str:
 
 
 class _Reader:
-    """Reads nodes one after the other; the nodes of both branches of an `If` come before it, guarded by its condition."""
+    """Reads nodes and constants, with what they share."""
 
     def __init__(self, opset: int, external: ExternalWeights) -> None:
         self.opset = opset
         self.external = external
         self.constants: dict[str, Tensor] = {}
 
-    def add_constants(self, graph: Any, where: str, prefix: str = "") -> None:
-        """Read the constants of a graph, under their names with this prefix."""
+    def add_constants(self, graph: Any, where: str) -> None:
+        """Read the constants of a graph."""
         if graph.sparse_initializer:
             raise Refused(f"{where}: sparse constants are not supported")
         for proto in graph.initializer:
-            self.constants[f"{prefix}{proto.name}" if prefix else proto.name] = self.tensor(
-                proto, f"constant {proto.name!r} of {where}"
+            self.constants[proto.name] = self.tensor(proto, f"constant {proto.name!r} of {where}")
+
+    def node(self, proto: Any, index: int) -> Spec:
+        """The record of a node."""
+        name = str(proto.name) or f"{proto.op_type}_{index}"  # bytes where a damaged name is not UTF-8
+        spec = Spec(name, proto.op_type, self.opset, tuple(proto.input), tuple(proto.output))
+        if proto.domain not in _OWN_DOMAINS:
+            raise spec.refuse(
+                f"its domain {proto.domain!r} is not ONNX's own; export the network with ONNX's operators"
             )
-
-    def nodes(self, protos: Any, names: Mapping[str, str], guards: tuple[tuple[str, bool], ...]) -> Iterator[Spec]:
-        """The records of these nodes; `names` renames what is local to a branch."""
-        for index, node in enumerate(protos):
-            spec = Spec(
-                str(node.name) or f"{node.op_type}_{index}",  # bytes where a damaged name is not UTF-8
-                node.op_type,
-                self.opset,
-                tuple(names.get(name, name) for name in node.input),
-                tuple(names.get(name, name) for name in node.output),
-                guards=guards,
-            )
-            if node.domain not in _OWN_DOMAINS:
-                raise spec.refuse(
-                    f"its domain {node.domain!r} is not ONNX's own; export the network with ONNX's operators"
-                )
-            if node.op_type == "If":
-                yield from self.branches(node, spec, names)
-            else:
-                yield replace(spec, attributes={a.name: self.attribute(a, spec) for a in node.attribute})
-
-    def branches(self, node: Any, spec: Spec, names: Mapping[str, str]) -> Iterator[Spec]:
-        """The nodes of both branches, then the `If`, which reads the condition and the results of both."""
-        graphs = {attribute.name: attribute.g for attribute in node.attribute}
-        if set(graphs) != {"then_branch", "else_branch"} or len(spec.inputs) != 1 or not spec.outputs:
-            raise spec.refuse("it does not have one condition, two branches and a result")
-
-        results: list[str] = []
-        for key, taken in (("then_branch", True), ("else_branch", False)):
-            branch = graphs[key]
-            if branch.input or len(branch.output) != len(spec.outputs):
-                raise spec.refuse(f"its {key} has inputs or another number of results")
-            prefix = f"{spec.outputs[0]}/{key}/"
-            self.add_constants(branch, f"ONNX node {spec.name!r}", prefix)
-            local = [tensor.name for tensor in branch.initializer]
-            local += [name for inner in branch.node for name in inner.output if name]
-            inner_names = {**names, **{name: f"{prefix}{name}" for name in local}}
-            yield from self.nodes(branch.node, inner_names, (*spec.guards, (spec.inputs[0], taken)))
-            results += [inner_names.get(output.name, output.name) for output in branch.output]
-        yield replace(spec, inputs=(*spec.inputs, *results))
+        return replace(spec, attributes={a.name: self.attribute(a, spec) for a in proto.attribute})
 
     def attribute(self, proto: Any, spec: Spec) -> Any:
         """The value of an attribute: a number, a text, a tensor, or a list of numbers or texts."""

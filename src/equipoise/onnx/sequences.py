@@ -1,12 +1,10 @@
-"""ONNX operators of sequences: recurrent networks, step by step over the length of the sequence, and attention."""
+"""ONNX operators of sequences: recurrent networks, step by step over the length of the sequence."""
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from equipoise.onnx.operators import operator
 from equipoise.onnx.reading import Spec
@@ -91,44 +89,3 @@ def _recurrent(
         outputs.append(torch.stack(states if forwards else states[::-1]))
         last_states.append(state)
     return torch.stack(outputs, 1), *(torch.stack(parts) for parts in zip(*last_states, strict=True))
-
-
-@operator("Attention")
-def _attention(
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: np.ndarray | None = None,
-    *,
-    is_causal: int = 0,
-    kv_num_heads: int = 0,
-    q_num_heads: int = 0,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """`softmax(s·QKᵀ + M)·V` per head; heads of the keys are shared by groups of queries."""
-    if softcap or (is_causal and mask is not None):
-        raise spec.refuse("softcap, and a mask of its own beside the causal one, are not supported")
-    allowed = mask if mask is not None and mask.dtype == bool else np.ones(1, dtype=bool)
-    if not allowed.any(-1).all():
-        raise spec.refuse("a query may look at nothing, so that its result is not defined")
-
-    flat = q.dim() == 3
-    if flat:
-        if not q_num_heads or not kv_num_heads:
-            raise spec.refuse("inputs of three dimensions need q_num_heads and kv_num_heads")
-        q, k, v = (
-            x.unflatten(2, (heads, -1)).transpose(1, 2)
-            for x, heads in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads))
-        )
-    if k.shape[:-1] != v.shape[:-1]:  # torch's kernel would read beyond the shorter one
-        raise spec.refuse(f"keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)} do not fit together")
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    bias = None if mask is None else torch.from_numpy(mask)
-    if bias is not None and bias.is_floating_point():
-        bias = bias.to(q.dtype)
-    result = F.scaled_dot_product_attention(q, k, v, bias, is_causal=bool(is_causal), scale=scale)
-    return result.transpose(1, 2).flatten(2) if flat else result

@@ -141,14 +141,6 @@ def _depth_to_space(spec: Spec, x: Tensor, *, blocksize: int = 1, mode: str = "D
     return parts.reshape(n, small, h * blocksize, w * blocksize)
 
 
-@operator("SpaceToDepth")
-def _space_to_depth(spec: Spec, x: Tensor, *, blocksize: int = 1) -> Tensor:
-    n, c, h, w = x.shape
-    rows, columns = h // blocksize, w // blocksize
-    parts = x.reshape(n, c, rows, blocksize, columns, blocksize).permute(0, 3, 5, 1, 2, 4)
-    return parts.reshape(n, c * blocksize**2, rows, columns)
-
-
 # ---- entries by their place ---------------------------------------------------------------------------------------------
 
 
@@ -236,17 +228,6 @@ def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) 
     return (torch.triu if upper else torch.tril)(x, int(k or 0))
 
 
-@operator("CumSum")
-def _cumsum(spec: Spec, x: Tensor, axis: float, *, reverse: int = 0, exclusive: int = 0) -> Tensor:
-    dim = _axis(spec, int(axis), x)
-    x = x.flip(dim) if reverse else x
-    if exclusive:
-        zeros = torch.zeros_like(x.narrow(dim, 0, 1))
-        x = torch.cat([zeros, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
-    total = torch.cumsum(x, dim)
-    return total.flip(dim) if reverse else total
-
-
 @operator("TopK")
 def _topk(spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1) -> tuple[Tensor, ...]:
     return tuple(torch.topk(x, int(k), _axis(spec, axis, x), bool(largest)))
@@ -271,7 +252,6 @@ def _resize(
     mode: str = "nearest",
     coordinate_transformation_mode: str = "",
     nearest_mode: str = "",
-    cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0,
     antialias: int = 0,
     keep_aspect_ratio_policy: str = "stretch",
@@ -283,7 +263,7 @@ def _resize(
         scales = roi or scales
     coordinates = coordinate_transformation_mode or ("half_pixel" if spec.opset >= 11 else "asymmetric")
     rounding = nearest_mode or ("round_prefer_floor" if spec.opset >= 11 else "floor")
-    if mode not in ("nearest", "linear", "cubic") or coordinates not in _COORDINATES or rounding not in _ROUNDING:
+    if mode not in ("nearest", "linear") or coordinates not in _COORDINATES or rounding not in _ROUNDING:
         raise spec.refuse(f"resampling by {mode}, {coordinates} and {rounding} is not supported")
 
     if scales:
@@ -303,7 +283,7 @@ def _resize(
             x = x.index_select(axis, torch.from_numpy(chosen))
         else:
             bounded(spec, [size, length])
-            matrix = torch.from_numpy(_interpolation(places, length, mode, cubic_coeff_a))
+            matrix = torch.from_numpy(_interpolation(places, length))
             x = torch.matmul(x.transpose(axis, -1), matrix.to(x.dtype)).transpose(axis, -1)
     return x
 
@@ -323,18 +303,11 @@ _ROUNDING: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _interpolation(places: np.ndarray, length: int, mode: str, a: float) -> np.ndarray:
-    """The matrix `(length, len(places))` of interpolation weights, linear or cubic with the coefficient `a`."""
+def _interpolation(places: np.ndarray, length: int) -> np.ndarray:
+    """The matrix `(length, len(places))` of the weights of linear interpolation."""
     left = np.floor(places)
-    t = places - left
-    if mode == "linear":
-        weights = {0: 1 - t, 1: t}
-    else:
-        near = [((a + 2) * s - (a + 3)) * s * s + 1 for s in (t, 1 - t)]
-        far = [((a * s - 5 * a) * s + 8 * a) * s - 4 * a for s in (1 + t, 2 - t)]
-        weights = {-1: far[0], 0: near[0], 1: near[1], 2: far[1]}
     matrix = np.zeros((length, len(places)))
-    for offset, weight in weights.items():
+    for offset, weight in enumerate((left + 1 - places, places - left)):
         rows = np.clip(left + offset, 0, length - 1).astype(np.int64)
         np.add.at(matrix, (rows, np.arange(len(places))), weight)
     return matrix

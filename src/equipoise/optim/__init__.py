@@ -1,9 +1,6 @@
 """Spectral control while training: norms held at a radius by any optimizer, proved after every step."""
 
-from equipoise.optim.callbacks import lightning_callback, load_guard, save_guard, trainer_callback
 from equipoise.optim.guard import SpectralGuard
 from equipoise.optim.muon import Muon, add_lookahead
 
-__all__ = [
-    "Muon", "SpectralGuard", "add_lookahead", "lightning_callback", "load_guard", "save_guard", "trainer_callback",
-]  # fmt: skip
+__all__ = ["Muon", "SpectralGuard", "add_lookahead"]

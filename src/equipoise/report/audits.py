@@ -1,4 +1,4 @@
-"""Audits for a report: the bound of a network with its effective weights, local bounds, singular values of its layers."""
+"""Audits for a report: the bound of a network with its effective weights, and local bounds around some inputs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded, load_model
-from equipoise.core.digests import sealed
-from equipoise.core.documents import Count, Document, NonNegative, parse_document, read_document
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import atomic_write
+from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded, sealed
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import with_effective_weights
 
 NAME = "audit.json"
-#: singular values kept per layer
-KEPT = 96
 
 
 class Layer(Document):
@@ -54,15 +49,6 @@ class NetworkBound(Document):
     layers: tuple[Layer, ...] = ()
 
 
-class Spectrum(Document):
-    """Singular values of one layer, largest first, thinned to a drawable number; an estimate in floating point."""
-
-    layer: str
-    values: tuple[float, ...]
-    count: Count
-    note: str = ""
-
-
 class Local(Document):
     """A bracket of the constant on a ball around one input."""
 
@@ -76,7 +62,6 @@ class Audit(Document):
 
     model: str
     bound: NetworkBound
-    spectra: tuple[Spectrum, ...] = ()
     local: tuple[Local, ...] = ()
     local_radius: NonNegative | None = None
 
@@ -91,10 +76,10 @@ def audit_network(
     radius: float | None = None,
     steps: int = 10,
 ) -> Audit:
-    """Bound a network, and around each of `inputs` on a ball of `radius`; spectra where layers can be looked at.
+    """Bound a network, and around each of `inputs` on a ball of `radius`.
 
     Guarantee: `bound` and the upper ends of `local` are upper bounds of the network with the stored weights, as
-    `lipschitz_bound` and `local_lipschitz`; spectra are floating-point estimates.
+    `lipschitz_bound` and `local_lipschitz`.
 
     Args:
         name: of the network.
@@ -106,8 +91,8 @@ def audit_network(
         steps: of the search for lower ends.
 
     >>> audit = audit_network("net", nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.zeros(1, 3))
-    >>> audit.bound.log_upper is not None, audit.spectra[0].layer, audit.spectra[0].count
-    (True, '0', 3)
+    >>> audit.bound.log_upper is not None, audit.bound.layers[0].name
+    (True, '0')
     """
     if isinstance(model, ExportedProgram):
         return Audit(model=name, bound=_bound(lipschitz_bound(model), name))
@@ -123,7 +108,6 @@ def audit_network(
     return Audit(
         model=name,
         bound=_bound(lipschitz_bound(model, example), name),
-        spectra=spectra(model, example),
         local=tuple(local),
         local_radius=radius if local else None,
     )
@@ -131,45 +115,6 @@ def audit_network(
 
 def _bound(report: Report, name: str) -> NetworkBound:
     return parse_document(report.to_json(), NetworkBound, f"the bound of {name}")
-
-
-def spectra(model: nn.Module, example: Tensor) -> tuple[Spectrum, ...]:
-    """Singular values of every linear layer and of every plain convolution (stride, dilation and groups 1).
-
-    Those of a convolution are taken with periodic boundary: they are those of the symbol at every frequency of its input.
-
-    Args:
-        model: the network.
-        example: an input.
-    """
-    sizes: dict[str, tuple[int, ...]] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        plain = isinstance(layer, nn.Conv2d) and {*layer.stride, *layer.dilation, layer.groups} == {1}
-        if isinstance(layer, nn.Linear) or plain:
-
-            def look(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-                sizes[name] = tuple(args[0].shape[2:])
-
-            handles.append(layer.register_forward_hook(look))
-    try:
-        with torch.no_grad():
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-    rows = []
-    for name, size in sizes.items():
-        weight = model.get_submodule(name).weight.detach().double()  # type: ignore[operator]
-        if weight.ndim == 4:
-            frequencies = [max(min(64, n), k) for n, k in zip(size, weight.shape[2:], strict=True)]
-            weight = torch.fft.fft2(weight, s=frequencies).permute(2, 3, 0, 1)
-        values = torch.linalg.svdvals(weight).flatten().sort(descending=True).values
-        places = np.unique(np.linspace(0, len(values) - 1, KEPT).round().astype(int))
-        note = "periodic boundary" if weight.ndim == 4 else ""
-        rows.append(Spectrum(layer=name, values=tuple(values[places].tolist()), count=len(values), note=note))
-    return tuple(rows)
 
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
@@ -185,7 +130,7 @@ def save_audit(audit: Audit, folder: str | Path) -> None:
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
-    return read_document(Path(folder) / NAME, Audit, sealed=True)
+    return parse_document(read_bounded(Path(folder) / NAME), Audit, str(Path(folder) / NAME), sealed=True)
 
 
 def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None) -> Audit:

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from equipoise.core.documents import Document, NonNegative, read_document
 from equipoise.core.errors import InputError
-from equipoise.core.files import atomic_write
+from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded
 from equipoise.report import audits as audit_file
 from equipoise.report.audits import Audit
 from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
@@ -120,7 +119,7 @@ def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
 
 def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
     """Read `gallery.json`; only PNG data addresses are accepted as images."""
-    return read_document(Path(folder) / GALLERY, Gallery).pictures
+    return parse_document(read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)).pictures
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,14 @@ def collect(
         audits: further audits.
         notes: further sentences about what is not guaranteed.
     """
-    names = _short_names([Path(folder) for folder in folders])
+    paths = [Path(folder) for folder in folders]
+    short = len({path.resolve().name for path in paths}) == len(paths)
+    names = {path.resolve().name if short else str(path): path for path in paths}
     runs = {name: open_run(path) for name, path in names.items() if is_run(path)}
     for name, path in names.items():
         if name not in runs and not path.is_file():
             raise InputError(f"{path} is not a run: it holds no run.json, and is no certification log (.tsv)")
-    titles = _distinct(runs)
+    titles = _titles(runs)
     series: list[Series] = []
     attacks: list[Attacks] = []
     pictures: list[Picture] = []
@@ -228,25 +229,14 @@ def collect(
     )
 
 
-def _short_names(folders: Sequence[Path]) -> dict[str, Path]:
-    """Short names: the folder's own, with as many parents as tell them apart."""
-    resolved = [folder.resolve() for folder in folders]
-    if len(set(resolved)) != len(resolved):
-        raise InputError("the same run directory was named twice")
-    depth = 1
-    while len({f.parts[-depth:] for f in resolved}) < len(resolved):
-        depth += 1
-    return {"/".join(f.parts[-depth:]): folder for f, folder in zip(resolved, folders, strict=True)}
-
-
-def _distinct(runs: Mapping[str, Run]) -> dict[str, str]:
+def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
     """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
     models = {name: run.manifest.model for name, run in runs.items()}
+    namesakes = Counter(source for source, _ in {(model.source, model.hash) for model in models.values()})
     titles = {}
     for name, model in models.items():
-        namesakes = {other.hash for other in models.values() if other.source == model.source}
-        suffix = f" ({model.hash.removeprefix('sha256:')[:8]})" if len(namesakes) > 1 else ""
-        titles[name] = model.source + suffix
+        start = model.hash.removeprefix("sha256:")[:8]
+        titles[name] = model.source if namesakes[model.source] == 1 else f"{model.source} ({start})"
     return titles
 
 
@@ -345,24 +335,25 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
 
 
 def as_document(data: ReportData) -> dict[str, Any]:
-    """The numbers of a report as plain data, for `--json`; radii keep every digit."""
+    """Every number of a report as plain data, with every digit: for `--json`, and for the page's script."""
     series = []
     for s in data.series:
-        entry = {name: getattr(s, name) for name in ("model", "run", "procedure", "data", "total", "own", "statuses")}
-        entry |= {name: getattr(s.results, name) for name in ("sigma", "alpha", "about", "labelled", "average_radius")}
-        shares = {str(e): float(s.results.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
-        series.append({**entry, "inputs": len(s.ids), "certified_accuracy": shares})
-    attacks = [
-        {"model": a.model, "run": a.run, "kind": a.kind, "settings": a.settings, "inputs": len(a.ids)}
-        for a in data.attacks
-    ]
+        r = s.results
+        entry = {name: getattr(s, name) for name in ("model", "run", "procedure", "data", "total", "own", "ids")}
+        entry |= {
+            name: getattr(r, name) for name in ("sigma", "alpha", "about", "labelled", "average_radius", "status")
+        }
+        columns = {"label": r.labels, "prediction": r.prediction, "radius": r.radius}
+        entry |= {name: column.tolist() for name, column in columns.items()}
+        shares = {str(e): float(r.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
+        series.append({**entry, "inputs": len(s.ids), "statuses": s.statuses, "certified_accuracy": shares})
     return {
         "title": data.title,
         "created": data.created,
         "versions": data.versions,
         "runs": data.runs,
         "series": series,
-        "attacks": attacks,
+        "attacks": [asdict(a) | {"distance": a.distance.tolist(), "inputs": len(a.ids)} for a in data.attacks],
         "audits": [{**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits],
         "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

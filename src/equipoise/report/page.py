@@ -10,7 +10,6 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
-from equipoise.report.collect import Attacks, ReportData, as_document
+from equipoise.report.collect import ReportData, as_document
 from equipoise.smoothing.certificates import NOT_COVERED
 
 #: panels of one chart at most
@@ -89,7 +88,7 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         models=list(enumerate(data.models[:PANELS])),
         levels={f"ε = {e}": e for e in levels(figures.reach(data.series))},
         caveats=list(filter(None, caveats)) or [NOT_COVERED],
-        payload=in_script({"charts": charts, **numbers(data)}),
+        payload=in_script({"charts": charts, **as_document(data)}),
         plotly=source.replace("</script", "<\\/script"),
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
         script=assets.joinpath("report.js").read_text(encoding="utf-8"),
@@ -103,23 +102,11 @@ def _charts(data: ReportData) -> dict[str, figures.Figure]:
     for i, model in enumerate(data.models[:PANELS]):
         own = [s for s in data.series if s.model == model]
         if own:
-            charts[f"curves-{i}"] = figures.curves(own, _strongest(data.attacks, model), end)
+            charts[f"curves-{i}"] = figures.curves(own, [a for a in data.attacks if a.model == model], end)
             charts[f"radii-{i}"] = figures.histogram(own, end)
-    if data.audits:
-        charts["bounds"] = figures.bounds(data.audits)
     for i, audit in enumerate(data.audits[:PANELS]):
-        if audit.spectra:
-            charts[f"spectra-{i}"] = figures.spectrum(audit)
+        charts[f"shares-{i}"] = figures.layer_shares(audit)
     return charts
-
-
-def _strongest(attacks: Sequence[Attacks], model: str) -> list[Attacks]:
-    """One curve per kind of attack on a network: the strongest, on the most inputs."""
-    best: dict[str, Attacks] = {}
-    for a in sorted(attacks, key=lambda a: (len(a.ids), -float(np.minimum(a.distance, 1e9).sum()))):
-        if a.model == model:
-            best[a.kind] = a
-    return list(best.values())
 
 
 def levels(end: float) -> tuple[float, ...]:
@@ -132,19 +119,6 @@ def levels(end: float) -> tuple[float, ...]:
     scale = 10.0 ** math.floor(math.log10(wanted))
     step = max(m * scale for m in (1.0, 2.0, 2.5, 5.0) if m * scale <= wanted * (1 + 1e-9))
     return tuple(float(f"{k * step:.6g}") for k in range(5))
-
-
-def numbers(data: ReportData) -> dict[str, Any]:
-    """Every number behind the page, with every digit; names of inputs that several curves share are stored once."""
-    document = as_document(data)
-    ids: dict[tuple[str, ...], int] = {}
-    for entry, s in zip(document["series"], data.series, strict=True):
-        columns = {"label": s.results.labels, "prediction": s.results.prediction, "radius": s.results.radius}
-        entry |= {name: column.tolist() for name, column in columns.items()}
-        entry |= {"ids": ids.setdefault(s.ids, len(ids)), "status": s.results.status}
-    for entry, a in zip(document["attacks"], data.attacks, strict=True):
-        entry |= {"ids": ids.setdefault(a.ids, len(ids)), "distance": a.distance.tolist()}
-    return {**document, "ids": list(ids)}
 
 
 def in_script(value: Any) -> str:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import EquipoiseError, InputError, fresh_strides
-from equipoise.core.digests import Digest
-from equipoise.core.documents import Count, Document, PositiveCount
+from equipoise.core.files import Count, Digest, Document, PositiveCount
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.smoothing.procedures import Ints
 

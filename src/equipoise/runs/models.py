@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
-from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.files import Digest
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
 from equipoise.smoothing import Denoised

@@ -18,8 +18,8 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field
 
 from equipoise.core import files
-from equipoise.core.documents import Count, Document, NonNegative, parse_document
 from equipoise.core.errors import InputError, one_line
+from equipoise.core.files import Count, Document, NonNegative, parse_document
 from equipoise.runs.inputs import InputId
 from equipoise.runs.settings import NAME as MANIFEST
 from equipoise.runs.settings import Manifest, Settings, parse_map

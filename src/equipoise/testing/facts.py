@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core.programs import flat_tensors
+from equipoise.core.modules import flat_tensors
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -62,17 +62,17 @@ def check_facts(
 
 
 def _inputs(run: Propagation, ball: float, points: int, seed: int) -> list[list[Tensor]]:
-    """Points in the ball, most of them on its surface: Gaussian, close to the one before, signs, and spikes."""
+    """Points in the ball, most of them on its surface: Gaussian, close to the one before, signs, spikes, and ones."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [tuple(node.meta["val"].shape) for node in run.program.inputs]
-    sizes = [math.prod(shape) for shape in shapes]
+    shapes = [node.meta["val"].shape for node in run.program.inputs]
+    sizes = [shape.numel() for shape in shapes]
     flat = torch.zeros(sum(sizes), dtype=torch.float64)
     rows = []
     for i in range(points):
         noise = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
-        spike = torch.nn.functional.one_hot(noise.argmax(), len(noise)) * noise
-        flat = (noise, flat + 1e-3 * noise, noise.sign() if i % 8 < 4 else torch.ones_like(noise), spike)[i % 4]
-        flat = flat * (ball * (1 - 1e-12) * (0.3 if i % 5 == 4 else 1.0) / flat.norm())
+        spike = noise * (noise == noise.max())
+        flat = (noise, flat + 1e-3 * noise, noise.sign(), spike, torch.ones_like(noise))[i % 5]
+        flat = flat * (ball * (1 - 1e-12) * (1.0, 1.0, 0.3)[i % 3] / flat.norm())
         rows.append([part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)])
     return rows
 

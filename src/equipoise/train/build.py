@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, did_you_mean, one_line
-from equipoise.core.imports import resolve
+from equipoise.core.files import resolve
 from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Document, Model, Optimizer, Recipe, fill_in
 from equipoise.train.processes import generator

@@ -23,8 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
-from equipoise.core.files import read_bounded
-from equipoise.core.imports import SPEC, resolve
+from equipoise.core.files import SPEC, explain, read_bounded, resolve
 from equipoise.data.dataset import Layout
 
 #: plain data, as JSON and YAML hold it
@@ -104,7 +103,7 @@ class Data(Part):
 class Optimizer(Part):
     """`sgd`, `adam`, `adamw`, `nadam`, `muon`, or `sam`/`asam` around a `base` with radius `rho`.
 
-    `muon` takes orthogonalized updates for matrices and kernels, and Adam at a tenth of the rate for the rest. `lookahead: k`
+    `muon` is `torch.optim.Muon` for matrices, and AdamW at a tenth of the rate for the rest. `lookahead: k`
     moves the weights halfway back after every k steps.
     """
 
@@ -207,30 +206,6 @@ class Recipe(Part):
         return plain
 
 
-def describe(error: ValidationError, where: str, keys: Iterable[str]) -> str:
-    """The first problem as one sentence: the key's path, what was expected, what came.
-
-    Args:
-        error: of pydantic.
-        where: what was read.
-        keys: those to suggest in place of an unknown one.
-    """
-    # unknown keys come first: a misspelt key is often also a missing one
-    problem = min(
-        error.errors(include_url=False), key=lambda p: "extra" not in p["type"] and "unexpected" not in p["type"]
-    )
-    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-    kind = problem["type"]
-    if kind.startswith(("extra", "unexpected")):
-        return f"{where}: unknown key {key!r}{did_you_mean(key, keys, 0.5)}"
-    if kind.startswith("missing"):
-        return f"{where}: {key!r} is missing"
-    expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
-    if kind == "value_error":
-        return f"{where}: {key}: {expected}"
-    return f"{where}: {key!r} must {expected}, got {repr(problem['input'])[:80]}"
-
-
 def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
     """The chosen row of a table, called with `first` and the choice's arguments.
 
@@ -250,7 +225,7 @@ def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: s
     try:
         return checked(**choice.arguments)
     except ValidationError as error:
-        raise InputError(describe(error, f"{where} ({choice.kind})", inspect.signature(row).parameters)) from error
+        raise InputError(explain(error, f"{where} ({choice.kind})", inspect.signature(row).parameters)) from error
     except TypeError as error:  # options that the row hands on
         raise InputError(f"{where} ({choice.kind}): {one_line(error)}") from error
 
@@ -300,7 +275,7 @@ def read_recipe(
         keys = list(Recipe.model_fields)
         for name, part in Recipe.model_fields.items():
             keys += [f"{name}.{key}" for key in getattr(part.annotation, "model_fields", ())]
-        raise InputError(describe(error, where, keys)) from error
+        raise InputError(explain(error, where, keys)) from error
 
 
 def _read(source: str, allow_code: bool) -> Any:

@@ -21,9 +21,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError
-from equipoise.core.files import atomic_write, locked, open_regular, read_json
+from equipoise.core.files import Digest, atomic_write, locked, open_regular, read_json
 from equipoise.train.config import Document
 
 STATE = "state/state.safetensors"

@@ -26,7 +26,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line,
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
-from equipoise.regularizers.flatness import frozen_statistics
+from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, random_parts, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State
@@ -535,9 +535,10 @@ class Training:
         save_certificate(folder, recipe.name, row.get("bound"), pairs, figures, made)
         if part is not None and row.get("bound") is not None:
             x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
-            # networks with operations that bundles do not have go without one
-            with contextlib.suppress(Refused):
-                write_bundle(model, x.cpu(), y, folder / "bundle")
+            # networks with operations that bundles do not have, and taggers of sequences, go without one
+            if y.dim() == 1:
+                with contextlib.suppress(Refused):
+                    write_bundle(model, x.cpu(), y, folder / "bundle")
 
     def close(self) -> None:
         """Close files, and remove the penalties' hooks from the network."""

@@ -157,4 +157,4 @@ def test_programs_run():
 def test_two_minutes_without_violations():
     report = run(programs_suite(), seconds=120, seed=3)
     assert report.violations == 0, report.tallies[0].scripts
-    assert report.tallies[0].refused < 0.6 * (report.operators + report.tallies[0].refused)
+    assert report.tallies[0].refused < 0.6 * (report.comparisons + report.tallies[0].refused)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table, tell
+from equipoise.cli.consoles import emit_json, messages, print_table, results, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -95,6 +95,29 @@ def lipschitz(as_json: Json = False) -> None:
     from equipoise_lab.bench.lipschitz import rows
 
     _report("network bounds", rows(), as_json)
+
+
+@bench.command()
+def verification(
+    images: Annotated[int, typer.Option(min=1, max=200, help="Images of each network.")] = 50,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of processor time for each image.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """ℓ2 robustness of the SDP-CROWN release's networks at their radii: proved, and not broken by an attack.
+
+    Needs the folder l2-verification in EQUIPOISE_DATA.
+
+    Example:
+
+      equipoise bench verification --images 10
+    """
+    from equipoise_lab.bench.verification import rows
+
+    found = rows(images, seconds)
+    if as_json:
+        emit_json(found)
+        return
+    print_table("robust at the radius", [{name: str(value) for name, value in row.items()} for row in found])
 
 
 @bench.command()
@@ -267,10 +290,8 @@ def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
 def _show(section: Section, console: Console) -> None:
     if section.rows:
         columns = list(section.rows[0])
-        shown = table(section.title, *columns, right=tuple(columns[1:]))
-        for row in section.rows:
-            shown.add_row(*(_cell(column, row.get(column, "")) for column in columns))
-        console.print(shown, markup=False)
+        cells = [{column: _cell(column, row.get(column, "")) for column in columns} for row in section.rows]
+        print_table(section.title, cells)
     else:
         console.print(section.title, style="bold")
     if section.note:

@@ -1,24 +1,35 @@
-"""Suites for `equipoise selfcheck`: random programs, damaged files, published bounds."""
+"""Suites for `equipoise selfcheck`: trained operators, random programs, damaged files, published bounds."""
 
 from equipoise.testing.runner import Check
+
+
+def trained_suite() -> tuple[Check, ...]:
+    """Matrices and convolutions trained to break their brackets, and both ends for an unknown input size."""
+    from equipoise_lab.fuzz import norms
+
+    return (
+        Check("matrices, trained", norms.trained_matrices),
+        Check("convolutions, trained", norms.trained_kernels),
+        Check("convolutions, any size", norms.any_size),
+    )
 
 
 def programs_suite() -> tuple[Check, ...]:
     """Random programs, bounded and attacked."""
     from equipoise_lab.fuzz.networks import random_networks
 
-    return (Check("programs, random source code", 1.0, random_networks),)
+    return (Check("programs, random source code", random_networks),)
 
 
 def files_suite() -> tuple[Check, ...]:
     """Files of every kind the library reads, damaged and edited."""
     from equipoise_lab.fuzz.files import damaged_files
 
-    return (Check("files, damaged and hostile", 1.0, damaged_files),)
+    return (Check("files, damaged and hostile", damaged_files),)
 
 
 def peers_suite() -> tuple[Check, ...]:
     """Published bounds of convolution norms."""
     from equipoise_lab.fuzz.peers import other_bounds
 
-    return (Check("convolutions, published bounds", 1.0, other_bounds),)
+    return (Check("convolutions, published bounds", other_bounds),)

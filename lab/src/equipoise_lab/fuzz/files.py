@@ -148,7 +148,6 @@ def damaged_files(batch: Batch) -> None:
             before = _packed(folder)
             found = opened_apart(kind, folder)
         wrong = judge(kind, accident, expected, found)
-        batch.tally.operators += 1
         batch.tally.comparisons += 1
         batch.tally.refused += found.kind == "refused"
         if wrong is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.digests import sealed
+from equipoise.core.files import sealed
 
 #: the file whose appearance shows that something in a file was executed
 CANARY = "executed"

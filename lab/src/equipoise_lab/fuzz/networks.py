@@ -213,8 +213,8 @@ def random_networks(batch: Batch) -> None:
     answered = [v for v in verdicts if v.upper is not None and v.violation is None]
     if not answered and not any(v.violation for v in verdicts):
         batch.tally.refused += 1
-    for number, verdict in enumerate(answered):
-        batch.tally.record(None, verdict.upper, verdict.reached, batch.label, again=number > 0)
+    for verdict in answered:
+        batch.tally.record(None, verdict.upper, verdict.reached, batch.label)
     for verdict in verdicts:
         if verdict.violation is not None:
             batch.tally.violations += 1

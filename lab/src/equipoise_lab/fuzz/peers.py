@@ -21,9 +21,9 @@ def other_bounds(batch: Batch) -> None:
     truth = torch.linalg.matrix_norm(materialise(conv), ord=2)
     found = [norm2_toep(K.to(batch.device), batch.integer(0, 3), readout) for readout in ("inf", "fro")]
     found += [peer.run(K.to(batch.device), n, padding) for peer in PEERS.values()]
-    for number, bound in enumerate(found):
+    for bound in found:
         what = f"{batch.label}: {bound.method}, kernel {shape}, {padding}, n = {n}"
         if bound.kind is Kind.UPPER:
-            batch.tally.record(None, bound.value, truth, what, again=number > 0)
+            batch.tally.record(None, bound.value, truth, what)
         elif bound.kind is Kind.LOWER:
-            batch.tally.record(bound.value, math.inf, truth, what, again=True)
+            batch.tally.record(bound.value, math.inf, truth, what)

@@ -17,9 +17,8 @@ from torch import nn
 
 from equipoise.checkpoints import load_model, save_checkpoint
 from equipoise.cli.norm import weight_rows
-from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import EquipoiseError
-from equipoise.core.imports import guarded
+from equipoise.core.files import Digest, digest_document, guarded
 from equipoise.data import load_dataset
 from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import AttackRow, certify, open_run

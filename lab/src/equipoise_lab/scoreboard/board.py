@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.attacks.auto import require_autoattack
-from equipoise.core.digests import sealed, unsealed
+from equipoise.attacks import require_autoattack
 from equipoise.core.errors import InputError
-from equipoise.core.files import atomic_write, read_json
+from equipoise.core.files import atomic_write, read_json, sealed, unsealed
 from equipoise.train.build import build_data
 from equipoise_lab.experiments.intervals import Mean, mean_of
 from equipoise_lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell, recipe, tested

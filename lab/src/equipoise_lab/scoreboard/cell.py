@@ -23,9 +23,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from equipoise.attacks import autoattack, pgd
-from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import atomic_write, make_folder, read_json
+from equipoise.core.files import atomic_write, make_folder, read_json, sealed, unsealed
 from equipoise.nn.activations import BetaAbs
 from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.lipschitz import families

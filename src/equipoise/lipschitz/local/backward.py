@@ -70,6 +70,14 @@ class Ball:
         self.total.append(total)
         self.spread.append(spread)
 
+    def narrow(self, k: int, entries: Tensor, bounds: Tensor) -> None:
+        """Take over lower bounds of some entries of node k and of their negatives, stacked."""
+        low, high, n = self.low[k], self.high[k], len(entries)
+        low[entries] = torch.maximum(low[entries], bounds[:n])
+        high[entries] = torch.minimum(high[entries], -bounds[n:])
+        crossed = low > high  # only rounding can do this: the truth is within both
+        low[crossed], high[crossed] = torch.minimum(low, high)[crossed], torch.maximum(low, high)[crossed]
+
     def size(self, k: int) -> Tensor:
         """Bound of |value| of node k."""
         return torch.maximum(self.low[k].abs(), self.high[k].abs())
@@ -85,12 +93,13 @@ def enclose_ball(
     inner: Ball | None = None,
     deadline: float = math.inf,
     known: Mapping[int, float] | None = None,
+    tighten: Callable[[Ball, int], None] | None = None,
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
 
     `most_rows` leaves a layer with more open neurons than that unrefined. `inner` is a smaller ball around the same
     point: its centre is taken over. After `deadline` (of `time.process_time()`) intervals are left as they are. `known` are
-    local Lipschitz bounds of nodes from elsewhere.
+    local Lipschitz bounds of nodes from elsewhere. `tighten(ball, k)` may shrink the interval of a pre-activation further.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm)
     read = {node.source for node in network.activations.values()}
@@ -110,6 +119,8 @@ def enclose_ball(
             _refine(ball, k, most_rows, deadline)
             if time.process_time() < deadline:
                 _sharpen(ball, k)
+                if tighten is not None:
+                    tighten(ball, k)
     return ball
 
 
@@ -210,12 +221,7 @@ def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
             break
         unit = torch.zeros(len(part), ball.network.sizes[k], dtype=torch.float64)
         unit[torch.arange(len(part)), part] = 1.0
-        found = lower_bounds(ball, k, torch.cat([unit, -unit]))
-        n = len(part)
-        low[part] = torch.maximum(low[part], found[:n])
-        high[part] = torch.minimum(high[part], -found[n:])
-    crossed = low > high  # only rounding can do this: the truth is within both
-    low[crossed], high[crossed] = torch.minimum(low, high)[crossed], torch.maximum(low, high)[crossed]
+        ball.narrow(k, part, lower_bounds(ball, k, torch.cat([unit, -unit])))
 
 
 def _sharpen(ball: Ball, k: int) -> None:
@@ -284,7 +290,11 @@ def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
         above, below = A.clamp_min(0), A.clamp_max(0)
         return above * lines.lower + below * lines.upper, above @ lines.below + below @ lines.above
 
-    A, constant, error = walk(ball.network, k, rows, relax, ball.spread, offset=True)
+    return finish(ball, *walk(ball.network, k, rows, relax, ball.spread, offset=True))
+
+
+def finish(ball: Ball, A: Tensor, constant: Tensor, error: Tensor) -> Tensor:
+    """The least of `A·x + constant` on the ball, less the error of both, rounded down."""
     n = A.shape[1]
     g = gamma(n + 64, torch.float64)
     error = error + g * (A.abs() @ ball.x.abs()) * 2

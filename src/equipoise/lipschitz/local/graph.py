@@ -74,7 +74,8 @@ class Affine:
         with torch.enable_grad():
             pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
             found = torch.func.vmap(pull)(rows.reshape(-1, *self.shape))
-        return tuple(t.detach().reshape(len(rows), -1) for t in found)
+        found = found if rows.requires_grad else tuple(t.detach() for t in found)
+        return tuple(t.reshape(len(rows), -1) for t in found)
 
     def offset(self) -> Tensor:
         """b, computed once."""

@@ -24,7 +24,7 @@ from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, integral_radius, less, relaxed_radius, together_radius
+from equipoise.lipschitz.local.integral import Case, holds_at, integral_radius, less, relaxed_radius, together_radius
 from equipoise.lipschitz.local.measure import evaluate
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -92,6 +92,7 @@ def certified_radius(
     *,
     norm: Norm = "l2",
     effort: Effort = "auto",
+    epsilon: float | None = None,
     seconds: float | None = None,
     rtol: float = 1e-3,
     deployed: Deployed | None = None,
@@ -105,7 +106,8 @@ def certified_radius(
     * `pairs`: `min_k (f_y − f_k)(x)/(L'·‖w_y − w_k‖)`, w the rows of the last layer and L' the bound of what comes before it
       (what a 1-Lipschitz network is made for);
     * `linf`, `l1`: the same with product bounds in those norms, `margin/(2·L_∞)` and `margin/L_1`, or by pairs;
-    * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1);
+    * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1), with optimised slopes and, in ℓ2, on
+      the ball that every layer stays in;
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
     * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2).
 
@@ -121,6 +123,8 @@ def certified_radius(
         norm: of the ball: `l2`, `linf` or `l1`. What is proved in one norm counts in the others as far as the norms compare.
         effort: `fast` (constants of the whole space), `relaxation`, `integral`, or `auto`: all that the network's size allows.
             What is left out is said in the note.
+        epsilon: the only radius asked about: methods are tried from cheap to tight until one proves it, and the radius
+            returned is at least `epsilon`, or what the cheapest methods prove. Much faster than the largest radius.
         seconds: budget per sample, in seconds of processor time; when it ends, the best radius proved so far is returned.
         rtol: relative gap asked of every operator norm.
         deployed: `"float32"` also bounds the radius of the network evaluated in float32.
@@ -138,7 +142,7 @@ def certified_radius(
     """
     x = as_batch(x)
     certifier = Certifier.of(model, x[:1], norm=norm, effort=effort, rtol=rtol, deployed=deployed)
-    return certifier.radii(x, labels, seconds=seconds, progress=progress)
+    return certifier.radii(x, labels, epsilon=epsilon, seconds=seconds, progress=progress)
 
 
 @dataclass
@@ -272,6 +276,7 @@ class Certifier:
         x: Tensor,
         labels: Tensor | None = None,
         *,
+        epsilon: float | None = None,
         seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Radii:
@@ -280,11 +285,14 @@ class Certifier:
         Args:
             x: inputs of the shape the network was captured with.
             labels: (batch,), by default the network's own decisions.
+            epsilon: the only radius asked about, see `certified_radius`.
             seconds: budget per sample, in seconds of processor time.
             progress: called with (done, total) after every sample.
         """
         if seconds is not None:
             require_positive(seconds=seconds)
+        if epsilon is not None:
+            require_positive(epsilon=epsilon)
         expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
         if tuple(x.shape[1:]) != expected:
             raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
@@ -294,7 +302,7 @@ class Certifier:
         with torch.no_grad(), full_precision():
             for first in range(0, len(x), _CHUNK):
                 part = slice(first, first + _CHUNK)
-                for row in self._chunk(x[part], None if y is None else y[part], seconds):
+                for row in self._chunk(x[part], None if y is None else y[part], epsilon, seconds):
                     rows.append(row)
                     if progress is not None:
                         progress(len(rows), len(x))
@@ -328,7 +336,7 @@ class Certifier:
             )
         return labels.detach().long().cpu()
 
-    def _chunk(self, x: Tensor, labels: Tensor | None, seconds: float | None) -> Any:
+    def _chunk(self, x: Tensor, labels: Tensor | None, epsilon: float | None, seconds: float | None) -> Any:
         """The rows of some samples, one by one."""
         began = time.process_time()
         values, error = self.logits(x)
@@ -360,7 +368,8 @@ class Certifier:
                 "rival": k, "margin": float(margins[n, k]), "method": method,
             }  # fmt: skip
             if float(margins[n].min()) > 0:
-                self._improve(x[n : n + 1], margins[n], row, math.inf if seconds is None else began + seconds)
+                deadline = math.inf if seconds is None else began + seconds
+                self._improve(x[n : n + 1], margins[n], row, epsilon, deadline)
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
                 row["margin"] = float(evaluated[n, k])
@@ -400,15 +409,15 @@ class Certifier:
             low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
         return low
 
-    def _improve(self, x: Tensor, margins: Tensor, row: dict[str, Any], deadline: float) -> None:
+    def _improve(self, x: Tensor, margins: Tensor, row: dict[str, Any], epsilon: float | None, deadline: float) -> None:
         """Larger radii by the relaxation and by multipliers, where there are any."""
-        if self.network is None or row["radius"] >= LARGEST:
+        if self.network is None or row["radius"] >= (LARGEST if epsilon is None else epsilon):
             return
         label = row["label"]
         others = [k for k in range(self.classes) if k != label]
         eye = torch.eye(self.classes, dtype=torch.float64)
         case = Case(self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline)
-        radius, limiting, method = self._local(case, row["radius"])
+        radius, limiting, method = self._local(case, row["radius"], epsilon)
         if radius > row["radius"]:
             row.update(radius=radius, rival=others[limiting], margin=float(margins[others[limiting]]), method=method)
 
@@ -418,10 +427,15 @@ class Certifier:
             def lost(radius: float) -> Tensor:
                 return self._lost(x, y, torch.tensor([radius], dtype=torch.float64))[0][others]
 
-            row["deployed"] = max(row["deployed"], self._local(replace(case, lost=lost), row["deployed"])[0])
+            row["deployed"] = max(
+                row["deployed"], self._local(replace(case, lost=lost, bounds={}), row["deployed"], epsilon)[0]
+            )
 
-    def _local(self, case: Case, known: float) -> tuple[float, int, str]:
+    def _local(self, case: Case, known: float, epsilon: float | None) -> tuple[float, int, str]:
         """By the relaxation, and in ℓ2 by the integral or one constant of all margins."""
+        if epsilon is not None:
+            method = holds_at(case, epsilon, multipliers=self.effort != "relaxation")
+            return (0.0 if method is None else epsilon), int(case.margins.argmin()), method or ""
         radius = relaxed_radius(case, max(known, 1e-12) * 2)
         worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(case.margins.argmin())
         best = radius, worst, "relaxation"

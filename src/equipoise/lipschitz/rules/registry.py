@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import deflate, frobenius, inflate
-from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import module_path, where
 from equipoise.maps.linear import Linear

@@ -9,7 +9,7 @@
   for (const s of data.series) s.radius = infinite(s.radius);
   for (const a of data.attacks) {
     a.distance = infinite(a.distance);
-    a.of = new Map(data.ids[a.ids].map((id, i) => [id, a.distance[i]]));
+    a.of = new Map(a.ids.map((id, i) => [id, a.distance[i]]));
   }
   const floor = (v) => { // never shows more than was certified
     if (!Number.isFinite(v)) return "∞";
@@ -128,7 +128,7 @@
     return [...kinds.values()];
   };
   const columns = (s) => {
-    const ids = data.ids[s.ids];
+    const ids = s.ids;
     return [
       { name: "input", value: (i) => ids[i], text: (i) => ids[i] },
       { name: "label", num: true, value: (i) => s.label[i], text: (i) => String(s.label[i]) },
@@ -200,16 +200,16 @@
   const csv = (rows) => rows.map((r) => r.map(cell).join(",")).join("\r\n") + "\r\n";
   const plain = (v) => Array.from(v, (x) => (Number.isFinite(x) ? x : "inf"));
   const everything = () => {
-    const { charts: _, ids, ...rest } = data;
+    const { charts: _, ...rest } = data;
     return JSON.stringify({
       ...rest,
-      series: data.series.map((s) => ({ ...s, ids: ids[s.ids], radius: plain(s.radius) })),
-      attacks: data.attacks.map(({ of: _of, ...a }) => ({ ...a, ids: ids[a.ids], distance: plain(a.distance) })),
+      series: data.series.map((s) => ({ ...s, radius: plain(s.radius) })),
+      attacks: data.attacks.map(({ of: _of, ...a }) => ({ ...a, distance: plain(a.distance) })),
     }, null, 1);
   };
   const inputsCsv = () => {
     const rows = [["network", "run", "procedure", "sigma", "alpha", "input", "label", "certified answer", "certified radius", "status"]];
-    for (const s of data.series) data.ids[s.ids].forEach((id, i) => {
+    for (const s of data.series) s.ids.forEach((id, i) => {
       rows.push([s.model, s.run, s.procedure, s.sigma, s.alpha, id, s.label[i], s.prediction[i], s.radius[i], s.status[i]]);
     });
     return csv(rows);

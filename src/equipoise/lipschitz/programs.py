@@ -13,9 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import EquipoiseError, Refused, one_line, unlogged
-
-#: bytes of a value that a program may make on its way: what is constant in it is computed to be bounded
-LARGEST = 2**31
+from equipoise.core.modules import LARGEST, flat_tensors
 
 
 def require_stated_shapes(program: ExportedProgram) -> None:
@@ -96,11 +94,6 @@ class _Compared(fx.Interpreter):
                 "was written, or by other means than torch.export; export the model again"
             )
         return value
-
-
-def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a nested value."""
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def _kinds(value: Any) -> list[tuple[tuple[Any, ...], torch.dtype]]:
