@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact, check_layers, check_local, check_smoothing  # noqa: F401 (claims are registered)
+from equipoise.checker import check_dense, check_layers, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
@@ -155,13 +155,13 @@ def write_smoothing(
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
         else:
-            row |= {"procedure": "cohen", "p": float(certificate.p_lower[index]) * _MARGIN}
-            if plan.partition.buckets[index] > 2:
-                row |= {"procedure": "rivals", "share": float(plan.top[index])}
-                row["q"] = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
-                if row["q"] > (1 - row["p"]) * (1 - 1e-6):
-                    # the class's own bound is the better one for its rivals
-                    row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
+            p = float(certificate.p_lower[index]) * _MARGIN
+            q = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
+            share = float(plan.top[index]) if plan.partition.buckets[index] > 2 else 1.0
+            if share == 1 or q > (1 - p) * (1 - 1e-6):
+                # the class's own bound is the better one for its rivals
+                q = min(1.0, (1 - p) * (1 + 1e-15))
+            row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
         radius = max(radius - 1e-7 * (radius + sigma), 0.0)
         rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))})
@@ -185,7 +185,7 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
     """
     try:
         with np.errstate(all="ignore"):
-            return check_exact.check(folder) if exact else checker.check(folder)
+            return check_dense.check_exact(folder) if exact else checker.check(folder)
     except checker.Rejected as error:
         raise Refused(f"REJECTED: {error}") from None
     except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
@@ -242,7 +242,7 @@ def _local(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Local radii and the multipliers that prove them; None for networks that are not dense ReLU networks."""
     try:
-        layers = check_local.dense_layers(network)
+        layers = check_dense.dense_layers(network)
     except checker.Rejected:
         return None
     neurons = [len(bias) for _, bias in layers[:-1]]
@@ -253,7 +253,7 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            ball = check_local.Ball(layers, image, radius)
+            ball = check_dense.Ball(layers, image, radius)
             try:
                 margins = ball.open_margins(labels[index])
                 if len(margins):
