@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact, check_layers, check_local, check_smoothing  # noqa: F401 (claims are registered)
+from equipoise.checker import check_dense, check_layers, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
@@ -155,13 +155,13 @@ def write_smoothing(
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
         else:
-            row |= {"procedure": "cohen", "p": float(certificate.p_lower[index]) * _MARGIN}
-            if plan.partition.buckets[index] > 2:
-                row |= {"procedure": "rivals", "share": float(plan.top[index])}
-                row["q"] = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
-                if row["q"] > (1 - row["p"]) * (1 - 1e-6):
-                    # the class's own bound is the better one for its rivals
-                    row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
+            p = float(certificate.p_lower[index]) * _MARGIN
+            q = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
+            share = float(plan.top[index]) if plan.partition.buckets[index] > 2 else 1.0
+            if share == 1 or q > (1 - p) * (1 - 1e-6):
+                # the class's own bound is the better one for its rivals
+                q = min(1.0, (1 - p) * (1 + 1e-15))
+            row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
         radius = max(radius - 1e-7 * (radius + sigma), 0.0)
         rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))})
@@ -185,7 +185,7 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
     """
     try:
         with np.errstate(all="ignore"):
-            return check_exact.check(folder) if exact else checker.check(folder)
+            return check_dense.check_exact(folder) if exact else checker.check(folder)
     except checker.Rejected as error:
         raise Refused(f"REJECTED: {error}") from None
     except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
@@ -242,7 +242,7 @@ def _local(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Local radii and the multipliers that prove them; None for networks that are not dense ReLU networks."""
     try:
-        layers = check_local.dense_layers(network)
+        layers = check_dense.dense_layers(network)
     except checker.Rejected:
         return None
     neurons = [len(bias) for _, bias in layers[:-1]]
@@ -253,7 +253,7 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            ball = check_local.Ball(layers, image, radius)
+            ball = check_dense.Ball(layers, image, radius)
             try:
                 margins = ball.open_margins(labels[index])
                 if len(margins):
@@ -293,7 +293,7 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     for node in program.nodes:
         try:
             writer.translate(node)
-        except (checker.Rejected, LookupError, TypeError) as error:
+        except (checker.Rejected, LookupError, TypeError, ValueError, AttributeError) as error:
             raise Refused(f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}") from error
     document = {"format": "equipoise-bundle", "version": 1, "input_shape": list(example.shape[1:])}
     return {**document, "nodes": writer.nodes}, writer.tensors
@@ -308,58 +308,51 @@ class _Writer:
         self.nodes: list[dict[str, Any]] = []
         self.tensors: dict[str, np.ndarray] = {}
         self.names: dict[Any, str] = {}
-        self.fused: tuple[str, str] | None = None
+        self.block = ""
 
     def translate(self, node: fx.Node) -> None:
         """Append the operations of one node of the graph, or refuse it by name."""
-        call = self.fused_module(node)
-        if call is not None and call == self.fused:
-            self.names[node] = self.nodes[-1]["name"]
-            return
-        if _name(node) in _RESHAPES:
-            call = None  # a reshape before a module may be named after it
-        self.fused = call
-        if call is not None:
-            _FUSED[call[1]](self, node, self.modules[call[0]])
-            return
         name = _name(node)
-        if name in _PARTS or (name == "abs" and node.args[0] not in self.names):
-            return  # a part of an operation that is recognised where its parts meet
-        if name not in _TRANSLATIONS:
+        # a reshape before a module may be named after it
+        block = "" if name in _RESHAPES else self.residual_block(node)
+        if block and block == self.block:
+            self.names[node] = self.nodes[-1]["name"]
+        elif block:
+            _residual(self, node, self.modules[block])
+        elif name in _TRANSLATIONS:
+            _TRANSLATIONS[name](self, node, _arguments(node))
+        elif name not in _PARTS:
             raise Refused(
                 f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
             )
-        _TRANSLATIONS[name](self, node, _arguments(node))
+        self.block = block
 
-    def fused_module(self, node: fx.Node) -> tuple[str, str] | None:
-        """Path and class name of the innermost module around a node that bundles have one operation for."""
-        for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-            name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
-            if name in _FUSED and type(self.modules.get(path)).__name__ == name:
-                return path, name
-        return None
+    def residual_block(self, node: fx.Node) -> str:
+        """The path of the residual block around a node; empty outside of them."""
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            if type(self.modules.get(path)).__name__ in _RESIDUAL:
+                return str(path)
+        return ""
 
     def emit(
-        self,
-        node: fx.Node,
-        op: str,
-        inputs: Iterable[Any],
-        attributes: Mapping[str, Any] | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-        upper: float | None = None,
+        self, node: fx.Node, op: str, sources: Iterable[Any], weights: Mapping[str, Tensor] | None = None, **rest: Any
     ) -> None:
-        """Append an operation whose value is that of the node; inputs are nodes."""
-        sources = list(inputs)
+        """Append an operation whose value is that of the node.
+
+        Args:
+            node: a node of the program.
+            op: the name of the operation.
+            sources: the nodes that are its inputs.
+            weights: its stored tensors.
+            rest: its attributes.
+        """
         for source in sources:
             if source not in self.names:
                 raise Refused(f"a bundle has no operation for an input of {node.name} ({_name(node)})")
         name = f"{node.name}_{len(self.nodes)}"
         row: dict[str, Any] = {"name": name, "op": op, "inputs": [self.names[source] for source in sources]}
-        row["attributes"] = dict(attributes or {})
         row["weights"] = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
-        if upper is not None:
-            row["upper"] = upper
-        self.nodes.append(row)
+        self.nodes.append({**row, **rest})
         self.names[node] = name
 
     def store(self, name: str, value: Tensor) -> str:
@@ -371,35 +364,33 @@ class _Writer:
         self.tensors[name] = array
         return name
 
-    def layer(
-        self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], attributes: dict[str, Any]
-    ) -> None:
-        """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved."""
+    def layer(self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], **attributes: Any) -> None:
+        """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved.
+
+        Args:
+            node: a node of the program.
+            op: linear, convolution or residual.
+            source: the node that is its input.
+            weights: `weight`, and `bias` if it has one.
+            attributes: of the operation.
+        """
         weight = weights["weight"]
-        dims = weight.dim() - 2
-        size = attributes.get("size", _shape(source)[1:])
         operator: Any = weight
-        if dims:
-            kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-            groups = attributes["groups"]
-            keys = {key: attributes[key] for key in ("stride", "padding", "dilation", "groups")}
-            operator = kind(
-                weight.shape[1] * groups,
-                len(weight),
-                weight.shape[2:],
-                **keys,
-                bias=False,
-                padding_mode=attributes["mode"],
-            )
+        if weight.dim() > 2:
+            geometry = _geometry(attributes)
+            taps: Any = weight.shape[2:]
+            operator = nn.Conv2d(weight.shape[1] * geometry["groups"], len(weight), taps, bias=False, **geometry)
             operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if "bias" in weights:
+            weights["bias"] = weights["bias"].reshape(-1, *[1] * (weight.dim() - 2))
         upper = float(spectral_norm(operator, rtol=1e-4).upper)
-        layer = check_layers.Layer(_double(weight), attributes, size)
+        layer = check_layers.Layer(_double(weight), attributes, _shape(source)[1:])
         for growth in _GROWTH:
             try:
                 layer.check(upper * growth)
             except checker.Rejected:
                 continue
-            self.emit(node, op, [source], attributes, weights, upper * growth)
+            self.emit(node, op, [source], weights, upper=upper * growth, **attributes)
             return
         raise Refused(f"{node.name}: the checker does not prove the norm {upper:g}")
 
@@ -412,7 +403,7 @@ def _name(node: Any) -> str:
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operation by name, with their defaults."""
     schema: Any = getattr(node.target, "_schema", None)
-    values = {argument.name: argument.default_value for argument in schema.arguments} if schema else {}
+    values = {argument.name: argument.default_value for argument in schema.arguments}
     return {**values, **dict(zip(values, node.args, strict=False)), **node.kwargs}
 
 
@@ -425,50 +416,40 @@ def _shape(node: fx.Node) -> list[int]:
     return [int(n) for n in node.meta["val"].shape[1:]]
 
 
-def _each(value: Any, dims: int) -> list[int]:
-    """A number for each dimension."""
+def _pair(value: Any) -> list[int]:
+    """A number for each of the two dimensions of an image."""
     values = list(value) if isinstance(value, list | tuple) else [value]
-    return [int(n) for n in values * (dims if len(values) == 1 else 1)]
+    return values * 2 if len(values) == 1 else values
 
 
-def _rearrange(kind: str, **attributes: Callable[[fx.Node, Mapping[str, Any]], Any]) -> Any:
-    """A translation to a rearrangement; its attributes are functions of the node and its arguments."""
-
-    def translate(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-        values = {key: function(node, a) for key, function in attributes.items()}
-        writer.emit(node, "rearrange", node.all_input_nodes[:1], {"kind": kind, **values})
-
-    return translate
+def _geometry(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Stride, padding, dilation and groups of a convolution of images."""
+    pairs = {key: _pair(attributes[key]) for key in ("stride", "padding", "dilation")}
+    return {**pairs, "groups": attributes["groups"]}
 
 
 def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """A dense layer, a convolution or a transposed one, with stored weights."""
-    source = a["input"]
-    weight = writer.constants.get(a["weight"])
-    if not isinstance(weight, Tensor):
-        raise Refused(f"{node.name}: bundles have products with stored weights only")
-    dims = weight.dim() - 2
-    weights = {"weight": weight}
-    if a["bias"] is not None:
-        weights["bias"] = writer.constants[a["bias"]].reshape(-1, *[1] * dims)
-    if not dims:
-        writer.layer(node, "linear", source, weights, {})
-        return
-    attributes: dict[str, Any] = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
-    mode = "zeros"
-    if source not in writer.names and _name(source) == "pad":
-        before = _arguments(source)
-        amounts = _each(before["pad"], 1)
-        if before["mode"] != "circular" or amounts[::2] != amounts[1::2] or any(attributes["padding"]):
-            raise Refused(f"{source.name}: a bundle has padding with zeros, or symmetric circular padding")
-        attributes["padding"] = amounts[::-2]
-        mode = "circular"
-        source = before["self"]
-    attributes |= {"groups": int(a["groups"]), "mode": mode}
-    if "output_padding" not in a:
-        writer.layer(node, "convolution", source, weights, attributes)
-        return
-    writer.layer(node, "transposed", source, weights, {**attributes, "size": _shape(node)[1:]})
+    """A dense layer or a convolution, with stored weights."""
+    weights = {key: writer.constants[a[key]] for key in ("weight", "bias") if a[key] is not None}
+    if _name(node) == "linear":
+        writer.layer(node, "linear", a["input"], weights)
+    else:
+        writer.layer(node, "convolution", a["input"], weights, **_geometry(a))
+
+
+def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
+    """`x − 2·Uᵀ relu(Ux + b)`, at the first node of its module."""
+    stored, offset, scale = module.effective()
+    inner = module.inner(stored)
+    zeros = getattr(inner, "padding_mode", "zeros") == "zeros"
+    sources = [source for source in node.all_input_nodes if source in writer.names]
+    if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros or not sources:
+        raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
+    geometry = _geometry(vars(inner)) if inner.weight.dim() > 2 else {}
+    weights = {"weight": inner.weight}
+    if offset.numel():
+        weights["bias"] = offset
+    writer.layer(node, "residual", sources[0], weights, h=2.0, **geometry)
 
 
 def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -479,182 +460,113 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     target: Any = node.target
     shift = target(zero, *statistics)
     scale = target(zero + 1, *statistics) - shift
-    writer.emit(node, "scale", [a["input"]], {}, {"value": scale[0]})
-    writer.emit(node, "shift", [node], {}, {"value": shift[0]})
+    writer.emit(node, "scale", [a["input"]], {"value": scale[0]})
+    writer.emit(node, "shift", [node], {"value": shift[0]})
 
 
 def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     """Operations that move entries or pad with zeros: done with the places of the entries, counted from 1."""
-    if a.get("value") or a.get("mode") == "circular":
-        return  # circular padding is recognised at its convolution
+    if a.get("value"):
+        raise Refused(f"{node.name}: a bundle has padding with zeros only")
     source: Any = node.args[0]
     places = torch.arange(1, 1 + math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
-    writer.emit(node, "gather", [source], {}, {"index": index[0].long() - 1})
+    writer.emit(node, "gather", [source], {"index": index[0].long() - 1})
 
 
 def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """Sums of two values, and shifts and scalings by constants."""
+    """Sums of two values, and a value with a constant added, subtracted, multiplied or divided by."""
     name = _name(node)
     left, right = a["self"], a["other"]
-    if a.get("alpha", 1) != 1:
-        raise Refused(f"{node.name}: a bundle has no sum with a factor")
-    dtype = node.meta["val"].dtype
-    if left in writer.names and right in writer.names:
-        if name == "sub":
-            writer.emit(node, "scale", [right], {}, {"value": torch.tensor(-1.0, dtype=dtype)})
-            right = node
-        elif name != "add":
-            raise Refused(f"{node.name}: a bundle has no product or quotient of two values")
+    if right in writer.names and left not in writer.names and name in ("add", "mul"):
+        left, right = right, left
+    if right in writer.names or a.get("alpha", 1) != 1:
+        if name != "add" or a["alpha"] != 1:
+            raise Refused(f"{node.name}: of two values, a bundle has the plain sum only")
         writer.emit(node, "add", [left, right])
         return
-    if right in writer.names:
-        if name in ("sub", "div"):
-            raise Refused(f"{node.name}: a bundle has no constant minus or divided by a value")
-        left, right = right, left
-    value = torch.as_tensor(writer.constants.get(right, right), dtype=dtype)
+    value = torch.as_tensor(writer.constants.get(right, right), dtype=node.meta["val"].dtype)
     if value.dim() == node.meta["val"].dim():
         value = value.squeeze(0)
-    if name in ("add", "sub"):
-        writer.emit(node, "shift", [left], {}, {"value": value if name == "add" else -value})
+    op = {"add": "shift", "sub": "shift", "mul": "scale", "div": "divide"}[name]
+    writer.emit(node, op, [left], {"value": -value if name == "sub" else value})
+
+
+def _halves(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """`cat(|a|, b)` and `cat(max(a, b), min(a, b))` of the two parts of a value, split by channels."""
+    first, second = a["tensors"]
+    ordered = (_name(first), _name(second)) == ("maximum", "minimum") and first.args == second.args
+    parts = first.args if ordered else (first.args[0], second)
+    split = parts[0].args[0]
+    whole = [part.args for part in parts] == [(split, 0), (split, 1)] and _shape(node) == _shape(split.args[0])
+    if a["dim"] != 1 or not whole or not (ordered or _name(first) == "abs"):
+        raise Refused(f"{node.name}: a bundle has no concatenation, but for MaxMin and partial absolute values")
+    if ordered:
+        writer.emit(node, "maxmin", [split.args[0]])
     else:
-        writer.emit(node, "scale", [left], {"inverse": name == "div"}, {"value": value})
-
-
-def _concatenate(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """A concatenation; `(|a|, b)` and `(max(a, b), min(a, b))` of the two parts of a value are activations."""
-    parts = a["tensors"]
-    axis = int(a["dim"]) % node.meta["val"].dim()
-    first, second = (parts * 2)[:2]
-    ordered = _name(first) == "maximum" and _name(second) == "minimum" and first.args == second.args
-    halves = first.args if ordered else (*first.args[:1], second)
-    if (ordered or _name(first) == "abs") and [_name(half) for half in halves] == ["getitem", "getitem"]:
-        split = halves[0].args[0]
-        sizes = [half.meta["val"].shape[axis] for half in halves]
-        whole = [half.args for half in halves] == [(split, 0), (split, 1)]
-        if whole and sum(sizes) == split.args[0].meta["val"].shape[axis] and (not ordered or sizes[0] == sizes[1]):
-            kind = {"kind": "maxmin"} if ordered else {"kind": "abs", "count": int(sizes[0])}
-            writer.emit(node, "rearrange", [split.args[0]], {**kind, "axis": axis})
-            return
-    writer.emit(node, "concatenate", parts, {"axis": axis})
-
-
-def _item(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """The first result of a sort; other parts are recognised where they meet."""
-    source, index = node.args
-    if _name(source) == "sort" and index == 0:
-        b = _arguments(source)  # type: ignore[arg-type]
-        axis = int(b["dim"]) % node.meta["val"].dim()
-        if not b["descending"]:
-            writer.emit(node, "rearrange", [b["self"]], {"kind": "sort", "axis": axis})
+        writer.emit(node, "abs", [split.args[0]], count=_shape(parts[0])[0])
 
 
 def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     """Average and max pooling of images."""
-    source = a["self"]
-    size = _shape(source)[1:]
-    dims = len(size)
+    unusual: list[Any] = []
     if "output_size" in a:
-        target = _each(a["output_size"], dims)
-        kernel = [n // m for n, m in zip(size, target, strict=True)]
-        unusual = any(n % m for n, m in zip(size, target, strict=True))
-        attributes = {"kernel": kernel, "stride": kernel, "padding": [0] * dims}
+        windows = list(zip(_shape(a["self"])[1:], _pair(a["output_size"]), strict=True))
+        kernel = stride = [n // m for n, m in windows]
+        padding = [0, 0]
+        unusual += [n % m for n, m in windows]
     else:
-        kernel = _each(a["kernel_size"], dims)
-        attributes = {"kernel": kernel, "stride": _each(a["stride"] or kernel, dims)}
-        attributes["padding"] = _each(a["padding"], dims)
-        padded = any(attributes["padding"])
-        unusual = (
-            bool(a["ceil_mode"]) or (padded and not a.get("count_include_pad", True)) or bool(a.get("divisor_override"))
-        )
-        unusual = unusual or set(_each(a.get("dilation", 1), dims)) != {1}
-    if unusual:
+        kernel = _pair(a["kernel_size"])
+        stride = _pair(a["stride"] or kernel)
+        padding = _pair(a["padding"])
+        unusual += [a["ceil_mode"], a.get("divisor_override"), _pair(a.get("dilation", 1)) != [1, 1]]
+        unusual.append(any(padding) and not a.get("count_include_pad", True))
+    if any(unusual):
         raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
-    writer.emit(node, "max_pool" if "max" in _name(node) else "average_pool", [source], attributes)
+    op = "max_pool" if "max" in _name(node) else "average_pool"
+    writer.emit(node, op, [a["self"]], kernel=kernel, stride=stride, padding=padding)
 
 
-def _curve(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    if a.get("beta", 1) != 1:
-        raise Refused(f"{node.name}: a bundle has softplus with beta = 1 only")
-    writer.emit(node, "curve", [a["self"]], {"kind": _name(node)})
+def _abs(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    if a["self"] in writer.names:
+        # otherwise a part of an activation
+        writer.emit(node, "abs", [a["self"]], count=_shape(node)[0])
 
 
 def _leaky_relu(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    writer.emit(node, "leaky_relu", [a["self"]], {"slope": float(np.float32(a["negative_slope"]))})
+    writer.emit(node, "leaky_relu", [a["self"]], slope=float(np.float32(a["negative_slope"])))
+
+
+def _relu(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    writer.emit(node, "relu", [a["self"]])
+
+
+def _reshape(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
 
 
 def _pass(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.names[node] = writer.names[node.all_input_nodes[0]]
 
 
-def _clamp(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    low, high = (a.get(name, a.get(f"{name}_val")) for name in ("min", "max"))
-    # an end that is missing is beyond all values
-    ends = {"low": -1e99 if low is None else float(low), "high": 1e99 if high is None else float(high)}
-    writer.emit(node, "clamp", [a["self"]], ends)
-
-
-def _entering(writer: _Writer, node: fx.Node) -> fx.Node:
-    """The value that enters a fused module at its first node."""
-    for source in node.all_input_nodes:
-        if source in writer.names:
-            return source
-    raise Refused(f"a bundle has no operation for the input of {node.name}")
-
-
-def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
-    """`x − 2·Uᵀ relu(Ux + b)`."""
-    stored, offset, scale = module.effective()
-    inner = module.inner(stored)
-    zeros = getattr(inner, "padding_mode", "zeros") == "zeros"
-    if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros:
-        raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
-    dims = inner.weight.dim() - 2
-    attributes: dict[str, Any] = {"h": 2.0}
-    if dims:
-        attributes |= {key: _each(getattr(inner, key), dims) for key in ("stride", "padding", "dilation")}
-        attributes |= {"groups": inner.groups, "mode": "zeros"}
-    weights = {"weight": inner.weight}
-    if offset.numel():
-        weights["bias"] = offset.reshape(-1, *[1] * dims)
-    writer.layer(node, "residual", _entering(writer, node), weights, attributes)
-
-
-def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
-    source = _entering(writer, node)
-    half = module.theta.detach().reshape(-1, *[1] * (len(_shape(source)) - module.dim)) / 2
-    weights = {"first": half.sin(), "second": -half.cos()}
-    writer.emit(node, "householder", [source], {"axis": module.dim}, weights)
-
-
 #: modules that become one operation
-_FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
-    **dict.fromkeys(("SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"), _residual),
-    "HouseholderActivation": _householder,
-}
+_RESIDUAL = {"SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"}
 #: operations that are recognised where their results meet
-_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
+_PARTS = {"split_with_sizes", "split", "chunk", "getitem", "maximum", "minimum"}
 _RESHAPES = ("flatten", "view", "reshape", "unsqueeze", "squeeze")
-_RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
     **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
-    **dict.fromkeys(_RESHAPES, _RESHAPE),
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _linear),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
-    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(("linear", "conv2d"), _linear),
+    **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(
-        ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice", "pad"), _gather
-    ),
-    **dict.fromkeys(("clamp", "hardtanh"), _clamp),
-    **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
-    "relu": _rearrange("relu"),
-    "abs": _rearrange("abs", axis=lambda node, a: 1, count=lambda node, a: _shape(node)[0]),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad"), _gather),
+    "relu": _relu,
+    "abs": _abs,
     "leaky_relu": _leaky_relu,
     "batch_norm": _batch_norm,
-    "cat": _concatenate,
-    "getitem": _item,
+    "cat": _halves,
 }
 
 __all__ = ["EPSILONS", "check", "describe", "write", "write_smoothing"]

@@ -37,14 +37,14 @@ VALID = [
     "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run run --json",
     "derive run --alpha 0.1 --procedure cohen --epsilon 0,0.5 --json",
     "export run out.tsv",
-    "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --classes names.txt --run named --json",
+    "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run named --json",
     "certify net --data alone.npz --sigma 0.5 --n 20 --set n0=10 --set layout=NHWC --run unlabelled",
-    "certify own:make --data own:rows --set columns=a,b --sigma 0.5 --n 20 --set n0=10 --run mine --json",
-    "certify pixels.pt2 --data photos --size 4,4 --mean 0.5 --std 2 --sigma 0.5 --n 20 --set n0=10 --run seen --json",
+    'certify own:make --data own:rows --set columns=["a","b"] --sigma 0.5 --n 20 --set n0=10 --run mine --json',
+    "certify pixels.pt2 --data photos --set size=[4,4] --mean 0.5 --std 2 --sigma 0.5 --n 20 --set n0=10 --run seen --json",
     "predict run --data data.npz --n 20 --alpha 0.1 --limit 2 --json",
     "predict seen --data photos --n 20",
     "norm parts --only a.* --json",
-    "certify net --data data.npz --sigma 0.5 --n 20 --adaptive 10% --shard 1/2 --run early",
+    "certify net --data data.npz --sigma 0.5 --n 20 --set target_radius=0.1 --shard 1/2 --run early",
     "merge run other -o joined",
     "attack run --epsilon 0.1 --steps 2 --limit 2 --json",
     "curvature net --data data.npz --limit 4 --json",
@@ -55,16 +55,14 @@ VALID = [
     "selfcheck --minutes 0 --json",
     "selfcheck networks --minutes 0 --seed 3 --scripts found",
     "bench compare bench.json bench.json",
-    "audit net --at data.npz --radius 0.1 --limit 1 --seconds 1 --json",
+    "audit net --at data.npz --radius 0.1 --limit 1 --json",
     "audit net.onnx --chain multipliers --html out.html",
     "audit own:make --input-shape 3 --weights w.safetensors",
     "prove net --data data.npz --norm linf --effort fast --seconds 1 --limit 1 --run sure",
     "train recipe.yaml --plan --json",
-    "train recipe.yaml --show",
-    "train recipe.yaml --from net --method sr --distill 0.5 --run-dir further",
+    "train recipe.yaml --from net --method sr --run-dir further",
     "scoreboard --data digits --small --minutes 0 --families bcop --losses la --seeds 1 --plan -o board --json",
     "report run sure --audit net --alpha 0.01 --title t -o page.html --json",
-    "norm w.safetensors --padding circular --stride 2",
 ]
 #: what takes the place of a word; no large counts, which would only take long
 WORDS = [
@@ -86,7 +84,6 @@ def place(tmp_path_factory):
     save_file({"w": torch.eye(3), "k": torch.ones(1, 1, 3, 3)}, folder / "w.safetensors")
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "own.py").write_text(OWN)
-    (folder / "names.txt").write_text("yes\nno\n")
     (folder / "parts").mkdir()
     for part in "ab":
         save_file({f"{part}.w": torch.eye(3)}, folder / "parts" / f"{part}.safetensors")

@@ -138,8 +138,8 @@ WRONG = {
     "another file": (("export", "sampled", "table.xls"), "expected an ending among .csv, .json, .tsv"),
     "a shard": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--shard", "3/2"), "such as 2/8"),
     "a setting": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "sed=1"), "did you mean 'seed'"),
-    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "n0: expected"),
-    "huge": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--n", 10**19), "n: expected"),
+    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "'n0' must"),
+    "huge": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--n", 10**19), "'n' must"),
     "no norm": (("prove", "net.pt2", "--data", "digits", "--norm", "l7"), "norm"),
     "draws": (("predict", "sampled", "--data", "digits", "--n", 0), "must be positive"),
 }

@@ -57,12 +57,9 @@ def test_a_line_per_epoch_and_a_table(recipe, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "tiny" / "config.json").exists()
 
 
-def test_list_and_show():
+def test_list():
     assert {"sll-sr-digits", "text-snips"} <= set(json.loads(run("train", "--list", "--json").stdout))
     assert "sll-sr-digits" in run("train", "--list").stdout
-    shown = run("train", "sll-sr-digits", "--set", "seed=7", "--show")
-    assert "seed: 7" in shown.stdout
-    assert json.loads(run("train", "sll-sr-digits", "--show", "--json").stdout)["name"] == "sll-sr-digits"
 
 
 @pytest.mark.parametrize(

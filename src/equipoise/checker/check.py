@@ -10,7 +10,7 @@ The claims are about the real function of the stored weights. They are checked i
 bounded and counted against the claim: `U` is half a unit in the last place, `gamma(n)` the error of a sum of n products in any
 order, relative to the sum of their sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 
-`check_layers.py` knows more operations; `check_local.py` and `check_smoothing.py` know more claims.
+`check_layers.py` knows more operations; `check_dense.py` and `check_smoothing.py` know more claims.
 """
 
 import hashlib
@@ -76,13 +76,6 @@ def integers(values, count, low=1, high=4096):
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def read_bytes(path):
-    """The content of a regular file of bounded size."""
-    require(path.is_file(), f"{path.name} is missing or not a regular file")
-    require(path.stat().st_size <= MAX_BYTES, f"{path.name} is too large")
-    return path.read_bytes()
-
-
 def read_json(text):
     """JSON in which no key occurs twice."""
 
@@ -111,16 +104,21 @@ def read_tensors(content):
 
 def read_bundle(folder):
     """The document of a bundle, and the tensors of its files by name."""
-    folder = Path(folder)
-    document = read_json(read_bytes(folder / "certificate.json"))
-    require(document["format"] == "equipoise-bundle", "not a bundle")
-    require(document["version"] == 1, "not a bundle of version 1")
+    contents = {}
+    for path in Path(folder).iterdir():
+        if path.name in ("certificate.json", "weights.safetensors", "inputs.safetensors"):
+            require(
+                path.is_file() and path.stat().st_size <= MAX_BYTES, f"{path.name} is no regular file, or too large"
+            )
+            contents[path.name] = path.read_bytes()
+    require("certificate.json" in contents, "certificate.json is missing")
+    document = read_json(contents["certificate.json"])
+    require(document["format"] == "equipoise-bundle" and document["version"] == 1, "not a bundle of version 1")
     files = {}
     for name, digest in document["digests"].items():
-        require(name in ("weights.safetensors", "inputs.safetensors"), f"unknown file {name!r}")
-        content = read_bytes(folder / name)
-        require(hashlib.sha256(content).hexdigest() == digest, f"{name} has another digest than the certificate states")
-        files[name] = read_tensors(content)
+        require(name in contents, f"{name} is missing")
+        require(hashlib.sha256(contents[name]).hexdigest() == digest, f"{name} has another digest than the certificate")
+        files[name] = read_tensors(contents[name])
     return document, files
 
 
@@ -193,12 +191,6 @@ class Step:
     reach: float = 0.0
 
 
-def broadcast(value, x):
-    """A constant that can be added to x without repeating x."""
-    require(np.broadcast_shapes(value.shape, x.shape) == x.shape, "a constant has another shape than its value")
-    return value
-
-
 def linear(network, node, x):
     """A dense layer, `Wx + b`; its claimed norm is proved the first time."""
     weight = network.tensor(node, "weight")
@@ -207,10 +199,7 @@ def linear(network, node, x):
         check_matrix(weight, number(node["upper"]))
         network.proved[node["name"]] = weight
     frobenius = float(norm(weight.reshape(1, -1))[0])
-    size = frobenius * norm(x)
-    if network.units[1, 0]:
-        # entry by entry: sharper, at the price of a second product
-        size = norm(np.abs(x) @ np.abs(weight.T))
+    size = norm(np.abs(x) @ np.abs(weight.T))
     step = Step(x @ weight.T, node["upper"], weight.shape[1] + 2, size, frobenius)
     return add_bias(network, node, step)
 
@@ -218,28 +207,32 @@ def linear(network, node, x):
 def add_bias(network, node, step):
     """The bias of a layer, with its share of the rounding."""
     if "bias" in node["weights"]:
-        bias = broadcast(network.tensor(node, "bias"), step.y[:1])
+        shape = step.y[:1].shape
+        bias = np.broadcast_to(network.tensor(node, "bias"), shape)
         step.y = step.y + bias
-        step.size = step.size + norm(bias + np.zeros_like(step.y[:1]))
+        step.size = step.size + norm(bias)
     return step
 
 
-#: these move entries, or change them without rounding and without increasing a distance
-REARRANGEMENTS = {
-    "relu": lambda x, a: np.maximum(x, 0),
-    "reshape": lambda x, a: x.reshape(len(x), *integers(a["shape"], len(a["shape"]), 1, MAX_ENTRIES)),
-}
+def add(network, node, *parts):
+    """A sum of values."""
+    require(len({part.shape for part in parts}) == 1, "a sum of different shapes")
+    require(len(parts) <= 64, "a sum of too many values")
+    return Step(sum(parts), 1.0, len(parts), sum(norm(part) for part in parts), len(parts))
 
 
-def rearrange(network, node, x):
-    """One of the rearrangements, never across the batch."""
-    a = node["attributes"]
-    integer(a.get("axis", 1))
-    require(a["kind"] in REARRANGEMENTS, f"unknown rearrangement {a['kind']!r}")
-    return Step(REARRANGEMENTS[a["kind"]](x, a), 1.0)
+def relu(network, node, x):
+    """Negative entries become 0: nothing is rounded, and no distance grows."""
+    return Step(np.maximum(x, 0), 1.0)
 
 
-OPERATIONS = {"linear": linear, "rearrange": rearrange}
+def reshape(network, node, x):
+    """The entries of every sample in another shape."""
+    shape = [integer(n) for n in node["shape"]]
+    return Step(x.reshape(len(x), *shape), 1.0)
+
+
+OPERATIONS = {"linear": linear, "add": add, "relu": relu, "reshape": reshape}
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
@@ -267,47 +260,30 @@ class Network:
         return self.tensors[node["weights"][name]].astype(np.float64)
 
     def evaluate(self, x, radii):
-        """The value of the last node for a batch of inputs; deployed, for all inputs within these radii."""
+        """The value of the last node for a batch of inputs; deployed, for all inputs within these radii.
+
+        Errors and constants behind an operation are those before it times its factor; errors also have its own rounding.
+        """
         values = {"input": Value(x, np.stack([U * norm(x), np.zeros(len(x))]), 1.0)}
         for node in self.nodes:
+            require(node["op"] in OPERATIONS, f"unknown operation {node['op']!r}; check_layers.py knows more")
             inputs = [values[name] for name in node["inputs"]]
-            require(inputs, f"{node['name']} has no input")
-            if node["op"] in ("add", "concatenate"):
-                value = self.join(node, inputs, radii)
-            else:
-                require(node["op"] in OPERATIONS, f"unknown operation {node['op']!r}; check_layers.py knows more")
-                require(len(inputs) == 1, f"{node['name']} takes one input")
-                step = OPERATIONS[node["op"]](self, node, inputs[0].x)
-                value = self.carry(inputs[0], step, radii)
-            require(len(value.x) == len(x) and 0 < value.x.size <= MAX_ENTRIES, f"{node['name']}: impossible size")
-            require(np.isfinite(value.x).all() and value.constant < 1e200, f"{node['name']}: overflow")
-            self.largest = max(self.largest, value.x[0].size)
+            step = OPERATIONS[node["op"]](self, node, *[value.x for value in inputs])
+            require(len(step.y) == len(x) and 0 < step.y.size <= MAX_ENTRIES, f"{node['name']}: impossible size")
+            error = sum(value.error for value in inputs)
+            constant = sum(value.constant for value in inputs)
+
+            # how far the values of a deployed network may be from x
+            drift = constant * radii + error.sum(axis=0)
+            sizes = np.stack([step.size + 0 * drift, step.size + step.reach * drift])
+            require((sizes < OVERFLOW)[self.units[:, 0] > 0].all(), f"{node['name']}: overflow")
+            rounding = gamma(step.terms, self.units) * sizes
+            error = (step.factor * error + rounding) * SLACK + UNDERFLOW
+            value = Value(step.y, error, step.factor * constant * SLACK)
+            require(np.isfinite(step.y).all() and value.constant < 1e200, f"{node['name']}: overflow")
+            self.largest = max(self.largest, step.y[0].size)
             values[node["name"]] = value
         return value
-
-    def carry(self, value, step, radii):
-        """Errors and constants behind an operation: those before it times its factor, and its own rounding."""
-        # how far the values of a deployed network may be from x
-        drift = value.constant * radii + value.error.sum(axis=0)
-        sizes = np.stack([step.size + 0 * drift, step.size + step.reach * drift])
-        require((sizes < OVERFLOW)[self.units[:, 0] > 0].all(), "overflow")
-        rounding = gamma(step.terms, self.units) * sizes
-        error = (step.factor * value.error + rounding) * SLACK + UNDERFLOW
-        return Value(step.y, error, step.factor * value.constant * SLACK)
-
-    def join(self, node, inputs, radii):
-        """Sums and concatenations: constants add, or combine as a root of squares."""
-        parts = [value.x for value in inputs]
-        errors = [value.error for value in inputs]
-        constants = [value.constant for value in inputs]
-        if node["op"] == "concatenate":
-            axis = integer(node["attributes"]["axis"])
-            error = np.sqrt(sum(error**2 for error in errors)) * SLACK
-            return Value(np.concatenate(parts, axis), error + UNDERFLOW, math.hypot(*constants) * SLACK)
-        require(len({part.shape for part in parts}) == 1, "a sum of different shapes")
-        sizes = sum(norm(part) for part in parts)
-        summed = Value(sum(parts), sum(errors) * SLACK, sum(constants) * SLACK)
-        return self.carry(summed, Step(summed.x, 1.0, len(parts), sizes, len(parts)), radii)
 
     def pairs(self, classes):
         """Lipschitz constants of `z_i − z_j` for all pairs of classes; sharper behind a last dense layer."""

@@ -1,4 +1,4 @@
-"""More operations for `check.py`: convolutions and their adjoints, residual blocks, constants, activations, pooling.
+"""More operations for `check.py`: convolutions, residual blocks, constants, pooling, other activations.
 
 This file belongs beside `check.py` and follows its rules; `python check.py DIR` finds it there.
 """
@@ -11,12 +11,10 @@ if __package__:
     from equipoise.checker.check import (
         MAX_ENTRIES,
         OPERATIONS,
-        REARRANGEMENTS,
         SLACK,
         TINY,
         Step,
         add_bias,
-        broadcast,
         check_gram,
         check_matrix,
         gamma,
@@ -30,12 +28,10 @@ else:
     from check import (
         MAX_ENTRIES,
         OPERATIONS,
-        REARRANGEMENTS,
         SLACK,
         TINY,
         Step,
         add_bias,
-        broadcast,
         check_gram,
         check_matrix,
         gamma,
@@ -56,12 +52,11 @@ class Layer:
     def __init__(self, weight, geometry, size):
         dims = len(size)
         require(weight.ndim == dims + 2, "weight and image have different dimensions")
-        self.size = integers(list(size), dims, 1, MAX_ENTRIES)
+        self.size = list(size)
         self.groups = integer(geometry.get("groups", 1), 1, 4096)
         self.stride = integers(geometry.get("stride", [1] * dims), dims)
         self.dilation = integers(geometry.get("dilation", [1] * dims), dims)
         self.padding = integers(geometry.get("padding", [0] * dims), dims, 0)
-        self.circular = geometry.get("mode", "zeros") == "circular"
 
         self.kernel = weight.shape[2:]
         self.reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel)]
@@ -70,10 +65,6 @@ class Layer:
         for n, reach, stride in zip(self.padded, self.reach, self.stride):
             require(n > reach, "a kernel is larger than its image")
             self.positions.append((n - reach - 1) // stride + 1)
-        if self.circular:
-            # otherwise outputs would be repeated, or the convolution would not be circulant
-            require(all(2 * p <= r for p, r in zip(self.padding, self.reach)), "circular padding is too wide")
-            require(all(n % s == 0 for n, s in zip(size, self.stride)), "a circular stride does not divide the image")
 
         # groups first: (groups, outputs, inputs, taps…)
         self.weight = weight.reshape(self.groups, -1, *weight.shape[1:])
@@ -91,18 +82,18 @@ class Layer:
             slices.append(slice(t * d, t * d + s * (n - 1) + 1, s))
         return image[tuple(slices)]
 
-    def pad(self, x, **mode):
+    def pad(self, x, value):
         """Padded images, the batch as the last axis."""
         require(x.shape[1] == self.channels, "a layer takes another number of channels")
         require(math.prod(self.padded) * self.channels * len(x) <= MAX_ENTRIES, "a padded image is too large")
         widths = [(0, 0), *[(p, p) for p in self.padding], (0, 0)]
-        return np.pad(np.moveaxis(x, 0, -1), widths, **mode)
+        return np.pad(np.moveaxis(x, 0, -1), widths, constant_values=value)
 
     def apply(self, x, weight):
         """The layer with this weight, its own or that in absolute values, without bias."""
         outputs = self.groups * weight.shape[1]
         require(math.prod(self.positions) * outputs * len(x) <= MAX_ENTRIES, "the outputs of a layer are too large")
-        image = self.pad(x, mode="wrap" if self.circular else "constant")
+        image = self.pad(x, 0)
         result = 0.0
         for tap in np.ndindex(*self.kernel):
             columns = self.parts(image, tap).reshape(self.groups, weight.shape[2], -1)
@@ -111,9 +102,6 @@ class Layer:
 
     def adjoint(self, y):
         """The adjoint of the layer: every tap adds to the entries that it read."""
-        require(not self.circular, "the adjoint of a circular convolution is not supported")
-        require(math.prod(self.padded) * self.channels * len(y) <= MAX_ENTRIES, "an image is too large")
-        require(y.shape[1] == len(self.weight) * self.weight.shape[1], "a layer takes another number of channels")
         columns = np.moveaxis(y, 0, -1).reshape(self.groups, self.weight.shape[1], -1)
         image = np.zeros((self.channels, *self.padded, len(y)))
         for tap in np.ndindex(*self.kernel):
@@ -142,8 +130,8 @@ def check_convolution(layer, kernel, s):
     maximum over n > 2d points at most by the factor `1/cos(πd/n)` in each dimension (Ehlich and Zeller 1964).
     """
     grid = []
-    for n, padded, stride, reach in zip(layer.size, layer.padded, layer.stride, layer.reach):
-        points = n // stride if layer.circular else -(-padded // stride)
+    for padded, stride, reach in zip(layer.padded, layer.stride, layer.reach):
+        points = -(-padded // stride)
         degree = reach // stride
         coarse = 32 * degree + 1
         if points > max(coarse, 64):
@@ -180,7 +168,7 @@ def check_convolution(layer, kernel, s):
 def layer_of(network, node, size):
     """The layer of a node on images of this size; its claimed norm is proved the first time."""
     if node["name"] not in network.proved:
-        layer = Layer(network.tensor(node, "weight"), node["attributes"], size)
+        layer = Layer(network.tensor(node, "weight"), node, size)
         layer.check(number(node["upper"]))
         network.largest = max(network.largest, layer.fan * math.prod(layer.padded))
         network.proved[node["name"]] = layer
@@ -200,14 +188,6 @@ def convolution(network, node, x):
     return add_bias(network, node, step)
 
 
-def transposed(network, node, x):
-    """A transposed convolution: the adjoint of one of images of a given size."""
-    layer = layer_of(network, node, node["attributes"]["size"])
-    require(list(x.shape[2:]) == layer.positions, "a transposed convolution of images of another size")
-    step = Step(layer.adjoint(x), node["upper"], layer.fan, layer.scale * norm(x), layer.scale)
-    return add_bias(network, node, step)
-
-
 def residual(network, node, x):
     """The block `x − h·Wᵀrelu(Wx + b)`.
 
@@ -215,7 +195,7 @@ def residual(network, node, x):
     """
     layer = layer_of(network, node, x.shape[2:])
     s = node["upper"]
-    h = number(node["attributes"]["h"], 1e-6, 1e6)
+    h = number(node["h"], 1e-6, 1e6)
     require(h * s < 1e9, "the norm of a residual block is too large")
     inner = Step(layer.apply(x, layer.weight), s, layer.fan, layer.scale * norm(x), layer.scale)
     inner = add_bias(network, node, inner)
@@ -232,68 +212,56 @@ def residual(network, node, x):
 
 def shift(network, node, x):
     """A constant is added."""
-    y = x + broadcast(network.tensor(node, "value"), x)
+    y = x + np.broadcast_to(network.tensor(node, "value"), x.shape)
     return Step(y, 1.0, 2, norm(y), 1.0)
 
 
 def scale(network, node, x):
-    """Multiplication or division by a constant."""
-    value = broadcast(network.tensor(node, "value"), x)
-    if node["attributes"].get("inverse"):
-        require(np.abs(value).min() > 1e-30, "a divisor is too small")
-        y = x / value
-        factor = 1 / float(np.abs(value).min())
-    else:
-        y = x * value
-        factor = float(np.abs(value).max())
-    return Step(y, factor * SLACK, 2, norm(y), factor * SLACK)
+    """Multiplication by a constant."""
+    value = np.broadcast_to(network.tensor(node, "value"), x.shape)
+    factor = float(np.abs(value).max()) * SLACK
+    y = x * value
+    return Step(y, factor, 2, norm(y), factor)
+
+
+def divide(network, node, x):
+    """Division by a constant."""
+    value = np.broadcast_to(network.tensor(node, "value"), x.shape)
+    smallest = float(np.abs(value).min())
+    require(smallest > 1e-30, "a divisor is too small")
+    y = x / value
+    return Step(y, SLACK / smallest, 2, norm(y), SLACK / smallest)
 
 
 def leaky_relu(network, node, x):
     """Negative numbers are multiplied by a slope."""
-    slope = number(node["attributes"]["slope"], -1e100)
+    slope = number(node["slope"], -1e100)
     y = np.where(x > 0, x, slope * x)
     factor = max(1.0, abs(slope))
     return Step(y, factor, 2, norm(y), factor)
 
 
-def householder(network, node, x):
-    """`z − 2·min(vᵀz, 0)·v` on pairs of channels: the Jacobian is I or `I − 2vvᵀ`, of norm at most `max(1, 2‖v‖² − 1)`."""
-    a, b = np.split(x, 2, axis=integer(node["attributes"]["axis"]))
-    v = broadcast(network.tensor(node, "first"), a)
-    w = broadcast(network.tensor(node, "second"), a)
-    t = 2 * np.minimum(v * a + w * b, 0)
-    y = np.concatenate([a - t * v, b - t * w], axis=node["attributes"]["axis"])
-    square = float((v * v + w * w).max()) * SLACK
-    require(square < 1e6, "the vector of a reflection is too long")
-    return Step(y, max(1.0, 2 * square - 1), 8, (1 + 4 * square) * norm(x), 1 + 4 * square)
+def absolute(network, node, x):
+    """Absolute values of the first channels."""
+    count = integer(node["count"])
+    return Step(np.concatenate([np.abs(x[:, :count]), x[:, count:]], axis=1), 1.0)
 
 
-#: name → function, its Lipschitz constant; computed to within 32 units in the last place
-CURVES = {
-    "tanh": (np.tanh, 1.0),
-    "sigmoid": (lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), 0.25),
-    "softplus": (lambda x: np.logaddexp(0, x), 1.0),
-}
-
-
-def curve(network, node, x):
-    """A smooth activation."""
-    function, factor = CURVES[node["attributes"]["kind"]]
-    y = function(x)
-    return Step(y, factor, 32, norm(y) + norm(x) + norm(np.ones_like(y)), 2.0)
+def maxmin(network, node, x):
+    """Maxima and minima of the two halves of the channels."""
+    first, second = np.split(x, 2, axis=1)
+    return Step(np.concatenate([np.maximum(first, second), np.minimum(first, second)], axis=1), 1.0)
 
 
 def pool(network, node, x):
     """Average or max pooling: every entry lies in at most `∏ ⌈k/s⌉` windows of `∏ k` entries."""
-    a = node["attributes"]
-    kernel = integers(a["kernel"], x.ndim - 2)
+    kernel = integers(node["kernel"], x.ndim - 2)
     require(math.prod(kernel) <= 2**16, "a window is too large")
-    require(set(a) == {"kernel", "stride", "padding"}, "pooling has a kernel, a stride and a padding only")
     # one channel of ones in each group: only its geometry is used
-    layer = Layer(np.ones((x.shape[1], 1, *kernel)), {**a, "groups": x.shape[1]}, x.shape[2:])
+    geometry = {"groups": x.shape[1], "stride": node["stride"], "padding": node["padding"]}
+    layer = Layer(np.ones((x.shape[1], 1, *kernel)), geometry, x.shape[2:])
     largest = node["op"] == "max_pool"
-    image = layer.pad(x, constant_values=-np.inf if largest else 0)
+    image = layer.pad(x, -np.inf if largest else 0)
     parts = [layer.parts(image, tap) for tap in np.ndindex(*kernel)]
     overlap = math.prod(-(-k // s) for k, s in zip(kernel, layer.stride))
     if largest:
@@ -301,13 +269,6 @@ def pool(network, node, x):
     count = len(parts)
     factor = math.sqrt(overlap / count) * SLACK
     return Step(np.moveaxis(sum(parts) / count, -1, 0), factor, count + 2, factor * norm(x), factor)
-
-
-def clamp(network, node, x):
-    """Entries are limited to an interval, whose ends may be rounded."""
-    low = number(node["attributes"]["low"], -1e100)
-    y = np.clip(x, low, number(node["attributes"]["high"], low))
-    return Step(y, 1.0, 2, norm(y), 1.0)
 
 
 def gather(network, node, x):
@@ -321,36 +282,14 @@ def gather(network, node, x):
 
 OPERATIONS |= {
     "convolution": convolution,
-    "transposed": transposed,
     "residual": residual,
-    "clamp": clamp,
-    "gather": gather,
     "shift": shift,
     "scale": scale,
+    "divide": divide,
     "leaky_relu": leaky_relu,
-    "householder": householder,
-    "curve": curve,
-    "average_pool": pool,
-    "max_pool": pool,
-}
-
-
-def absolute(x, a):
-    """Absolute values of the first channels."""
-    x = x.copy()
-    part = np.moveaxis(x, a["axis"], 0)[: integer(a["count"])]
-    np.abs(part, out=part)
-    return x
-
-
-def maxmin(x, a):
-    """Maxima and minima of the two halves of the channels."""
-    first, second = np.split(x, 2, axis=a["axis"])
-    return np.concatenate([np.maximum(first, second), np.minimum(first, second)], axis=a["axis"])
-
-
-REARRANGEMENTS |= {
     "abs": absolute,
     "maxmin": maxmin,
-    "sort": lambda x, a: np.sort(x, axis=a["axis"]),
+    "average_pool": pool,
+    "max_pool": pool,
+    "gather": gather,
 }

@@ -2,17 +2,16 @@
 
 import contextlib
 import errno
-import functools
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from equipoise.cli.consoles import complain, emit_json
 
@@ -86,6 +85,7 @@ def build(commands: tuple[Command, ...] | None = None, wanted: str | None = None
     if commands is None:
         commands = (*COMMANDS, *installed())
     app = typer.Typer(
+        cls=Commands,
         name="equipoise",
         help=_verbatim(HELP),
         no_args_is_help=True,
@@ -100,41 +100,37 @@ def build(commands: tuple[Command, ...] | None = None, wanted: str | None = None
     return app
 
 
-def reported(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command: an `EquipoiseError` becomes one sentence on stderr and exit code 2; a bug keeps its traceback.
+class Commands(typer.core.TyperGroup):
+    """All commands: a user's mistake becomes one sentence on stderr and exit code 2; a bug keeps its traceback.
 
     With `--json` stdout holds a document in this case too: `{"error": sentence}`.
     """
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As usual, with a note of `--json`."""
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        from equipoise.core.errors import EquipoiseError, one_line, out_of_memory
+
         try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            sentence = _sentence(error)
-            if sentence is None:
-                raise
-            complain(sentence)
-            if kwargs.get("json") or kwargs.get("as_json"):
-                emit_json({"error": sentence})
-            raise typer.Exit(2) from None
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(130) from None
-
-    wrapper.__doc__ = _verbatim(function.__doc__ or "")
-    return wrapper
-
-
-def _sentence(error: Exception) -> str | None:
-    """What is said to the user; None: a bug of ours."""
-    from equipoise.core.errors import EquipoiseError, one_line, out_of_memory
-
-    if isinstance(error, EquipoiseError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return "a name given is too long to be that of a file"
-    return f"this does not fit into memory ({one_line(error)})" if out_of_memory(error) else None
+        except EquipoiseError as error:
+            sentence = str(error)
+        except Exception as error:
+            too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+            if not too_long and not out_of_memory(error):
+                raise
+            sentence = "a name given is too long" if too_long else f"this does not fit into memory ({one_line(error)})"
+        complain(sentence)
+        if ctx.meta["json"]:
+            emit_json({"error": sentence})
+        raise typer.Exit(2)
 
 
 def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
@@ -194,11 +190,10 @@ def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:
         return
     target = getattr(importlib.import_module(command.module), command.attribute)
     if not isinstance(target, typer.Typer):
-        app.command(command.name, short_help=summary)(reported(target))
+        app.command(command.name, short_help=summary, help=_verbatim(target.__doc__ or ""))(target)
         return
     for info in target.registered_commands:
-        if info.callback is not None:
-            info.callback = reported(getattr(info.callback, "__wrapped__", info.callback))
+        info.help = _verbatim(info.callback.__doc__ or "")
     app.add_typer(target, name=command.name, short_help=summary)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
+from equipoise.cli.consoles import emit_json, print_table, progress, tell
 
 if TYPE_CHECKING:
     from equipoise.runs import Run
@@ -35,9 +35,6 @@ def attack(
     epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
     restarts: Annotated[int, typer.Option(help="random starts")] = 1,
-    samples: Annotated[int, typer.Option(help="smoothed: noise draws per step")] = 16,
-    votes: Annotated[int, typer.Option(help="smoothed: draws that judge an attack")] = 1000,
-    seed: Annotated[int, typer.Option(help="of starts and noise")] = 0,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -65,8 +62,7 @@ def attack(
     network = options.load_network(recipe, batch=1)
     dataset = options.load_data(recipe)
     try:
-        with progress() as bar:
-            task = bar.add_task("attacking", total=None)
+        with progress("attacking") as update:
             summary = attack_run(
                 stored,
                 network,
@@ -74,27 +70,26 @@ def attack(
                 epsilons=levels,
                 steps=steps,
                 restarts=restarts,
-                samples=samples,
-                votes=votes,
-                seed=seed,
                 limit=limit,
                 device=device,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=lambda done, total: update(completed=done, total=total),
             )
     except KeyboardInterrupt:
-        say(f"interrupted: what was attacked is stored in {run}; run the same command to continue")
-        raise typer.Exit(130) from None
+        options.interrupted(run)
 
     if json:
         emit_json(summary.to_dict())
     else:
         if summary.accuracy:
-            columns = ("radius ε", "certified", f"attacked, {summary.kind}")
             rows = [
-                (format_down(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
+                {
+                    "radius ε": format_down(e, 4),
+                    "certified": f"{percent(summary.certified[e])} %",
+                    f"attacked, {summary.kind}": f"{100 * share:.2f} %",
+                }
                 for e, share in summary.accuracy.items()
             ]
-            print_table("Accuracy", columns, rows, right=columns)
+            print_table("Accuracy", rows)
         tell(*summary.lines())
     if summary.broken or summary.failures:
         raise typer.Exit(1)
@@ -129,26 +124,21 @@ def predict(
     dataset = options.load_data(recipe)
     network = options.load_network(recipe, batch=stored.settings.chunk_size)
     answers = [*predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)]
-    names = stored.manifest.data.classes or ()
-
-    def word(k: int) -> str | None:
-        if k < 0:
-            return None
-        return names[k] if k < len(names) else str(k)
-
+    names = dict(enumerate(stored.manifest.data.classes or ()))
+    rows = [
+        {
+            "id": a.id,
+            "answer": None if a.answer < 0 else a.answer,
+            "class": None if a.answer < 0 else names.get(a.answer, str(a.answer)),
+            "failure": a.failure,
+            "label": a.label if dataset.labelled else None,
+        }
+        for a in answers
+    ]
     if json:
-        rows = [
-            {"id": a.id, "answer": None if a.answer < 0 else a.answer, "class": word(a.answer), "failure": a.failure}
-            | ({"label": a.label} if dataset.labelled else {})
-            for a in answers
-        ]
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
-        cells = [
-            (str(a.id), f"failed: {a.failure}" if a.failure else word(a.answer) or "no answer", word(a.label) or "")
-            for a in answers
-        ]
-        print_table("Answers", ("input", "answer", "label"), cells)
+        print_table("Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows])
         silent = sum(a.answer < 0 and a.failure is None for a in answers)
         right = f", {sum(a.answer == a.label for a in answers)} right" if dataset.labelled else ""
         tell(f"{len(answers)} inputs{right}, {silent} without an answer")

@@ -30,7 +30,6 @@ def audit(
     at: Annotated[str | None, typer.Option(help="also around the first inputs of this data: digits, a .npz, …")] = None,
     radius: Annotated[float | None, typer.Option(help="--at: of the ball around each input, in ℓ2")] = None,
     limit: Annotated[int, typer.Option(min=1, help="--at: how many inputs")] = 5,
-    seconds: Annotated[float | None, typer.Option(help="--at: budget per input and bound")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
@@ -60,7 +59,7 @@ def audit(
         loaded = load_model(model, weights)  # once: a factory may draw its weights
         report = audit_report(loaded, shape=options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain)
         if at is not None and radius is not None:
-            local = local_rows(loaded, at, radius, limit, seconds, rtol)
+            local = local_rows(loaded, at, radius, limit, rtol)
     if html is not None:
         atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
     if json:
@@ -68,13 +67,9 @@ def audit(
     else:
         tell(str(report))
     if local and not json:
-        columns = ("input", "label", "attack", "proved", "certified", "rival", "method")
-        rows = [
-            (str(row["input"]), str(row["label"]), format_down(row["lower"], 5), format_up(row["upper"], 5),
-             format_down(row["radius"], 5), str(row["rival"]), row["method"])
-            for row in local
-        ]  # fmt: skip
-        print_table(f"on balls of radius {format_down(radius or 0.0)} (ℓ2)", columns, rows, right=columns[:-1])
+        forms = {"lower": format_down, "upper": format_up, "radius": format_down}
+        rows = [{name: forms.get(name, str)(value) for name, value in row.items()} for row in local]
+        print_table(f"on balls of radius {format_down(radius or 0.0)} (ℓ2)", rows)
     if fail_above is not None and not report.upper <= fail_above:
         complain(f"the bound {format_up(report.upper)} is larger than {fail_above:g}")
         raise typer.Exit(1)
@@ -99,9 +94,7 @@ def audit_report(
     return lipschitz_bound(loaded.model, example_of(loaded, shape), **settings)
 
 
-def local_rows(
-    loaded: Loaded, data: str, radius: float, limit: int, seconds: float | None, rtol: float
-) -> list[dict[str, Any]]:
+def local_rows(loaded: Loaded, data: str, radius: float, limit: int, rtol: float) -> list[dict[str, Any]]:
     """Bracket of the local constant, certified radius, rival and method of the first inputs of the data.
 
     Args:
@@ -109,7 +102,6 @@ def local_rows(
         data: as for `load_dataset`.
         radius: of the balls.
         limit: how many inputs.
-        seconds: budget per input and bound.
         rtol: relative gap of every operator norm.
     """
     import torch
@@ -128,19 +120,20 @@ def local_rows(
     dataset = load_dataset(data)
     x, labels = dataset.batch(range(min(limit, len(dataset))))
     x = x.to(next(net.parameters(), torch.zeros(())).dtype)
-    bracket = local_lipschitz(net, x, radius, seconds=seconds, rtol=rtol)
-    radii = certified_radius(net, x, labels, seconds=seconds, rtol=rtol)
+    bracket = local_lipschitz(net, x, radius, rtol=rtol)
+    radii = certified_radius(net, x, labels, rtol=rtol)
+    lower, upper = torch.as_tensor(bracket.lower), torch.as_tensor(bracket.upper)
     note = "; ".join(filter(None, (bracket.note, radii.note)))
-    columns: dict[str, Any] = {
-        "input": dataset.ids[: len(x)],
-        "label": labels,
-        "lower": bracket.lower,
-        "upper": bracket.upper,
-        "radius": radii.radius,
-        "rival": radii.rivals,
-    }
-    lists = [column.tolist() for column in columns.values()]
     return [
-        {**dict(zip(columns, row, strict=True)), "method": method, "note": note}
-        for *row, method in zip(*lists, radii.methods, strict=True)
+        {
+            "input": int(dataset.ids[i]),
+            "label": int(labels[i]),
+            "lower": float(lower[i]),
+            "upper": float(upper[i]),
+            "radius": float(radii.radius[i]),
+            "rival": int(radii.rivals[i]),
+            "method": radii.methods[i],
+            "note": note,
+        }
+        for i in range(len(x))
     ]

@@ -11,11 +11,11 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Execution, Job, Results, Row, Run, Settings
+    from equipoise.runs import Execution, Job, Results, Row, Run
 
-_READING = ("layout", "columns")
-_SAMPLING = ("n0", "seed", "map", "lipschitz", "noise", "nonfinite", "device")
-_RUNNING = ("batch_size", "address", "gpus", "retry_failed")
+#: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
+_RUNNING = ("workers", "address", "gpus", "batch_size", "retry_failed")
+Bundle = Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")]
 
 
 def certify(
@@ -26,21 +26,13 @@ def certify(
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
     procedure: Annotated[str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")] = "rivals",
-    adaptive: Annotated[
-        str | None, typer.Option(help="stop each input early: at a radius to decide at (0.5), or a share (10%)")
-    ] = None,
     limit: options.Limit = None,
     shard: options.Shard = None,
     split: options.Split = None,
-    size: options.Size = None,
-    classes: options.Classes = None,
     mean: options.Mean = None,
     std: options.Std = None,
-    denoiser: Annotated[str | None, typer.Option(help="a model from noisy image to image, put before MODEL")] = None,
-    weights: options.Weights = None,
-    workers: Annotated[int | None, typer.Option(help="on a Ray cluster; default: this process")] = None,
     epsilon: options.Epsilon = None,
-    bundle: Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")] = None,
+    bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
@@ -48,46 +40,24 @@ def certify(
 
     Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
     command continues. Before sampling, a few inputs show the accuracy and the time it will take.
-    Keys of --set: n0, seed, map, lipschitz (a bound or auto), noise (grid or float), nonfinite,
-    device, batch_size, address (of a Ray cluster), gpus, retry_failed, layout, columns.
     Exit code 1: some inputs failed.
+
+    Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
+    noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
+    radius is decided); of model and data weights, denoiser, size
+    ([32,32]), layout, columns (["x","y"]); of the execution workers (on Ray), address, gpus,
+    batch_size, retry_failed.
 
     Examples:
 
       equipoise certify model.pt2 --data digits --sigma 0.25 --run runs/a
-      equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
+      equipoise certify model.onnx --data photos/ --set size=[32,32] --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
-    from equipoise.runs import Execution
-
-    rarer = options.pairs(set_, _READING + _RUNNING + _SAMPLING)
-    reading = {name: rarer.pop(name) for name in _READING}
-    running = {name: rarer.pop(name) for name in _RUNNING}
-    sampling = {name: value for name, value in rarer.items() if value is not None}
-    if adaptive is not None:
-        takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
-        value = options.numbers(adaptive.removesuffix("%"), takes)[0]
-        sampling |= {"relative": value / 100} if adaptive.endswith("%") else {"target_radius": value}
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
-    sampling |= {
-        "sigma": levels[0] if len(levels) == 1 else levels,
-        "n": n,
-        "alpha": alpha,
-        "procedure": procedure,
-        "limit": limit,
-    }
-
-    engine = "local" if workers is None and running["address"] is None else "ray"
-    execution = Execution(engine, workers or 1, running["address"], running["gpus"] or 1.0)
-    recipe = {
-        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
-        "std": std, "denoiser": denoiser, **reading,
-    }  # fmt: skip
-    job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
-    stored = _run(job, run, execution, running["retry_failed"] is True)
-    if bundle is not None:
-        _write_votes(stored, bundle)
-    show_run(stored, stored.results(), options.epsilons(epsilon), json)
+    given = locals() | {"sigma": levels[0] if len(levels) == 1 else levels}
+    given.pop("levels")
+    _perform("sampled", **given)
 
 
 def prove(
@@ -97,58 +67,67 @@ def prove(
     norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
     effort: Annotated[str, typer.Option(help="auto, fast, relaxation or integral")] = "auto",
     seconds: Annotated[float | None, typer.Option(help="processor time per input")] = None,
-    deployed: Annotated[str | None, typer.Option(help="float32: also radii of the forward pass in float32")] = None,
     limit: options.Limit = None,
     shard: options.Shard = None,
     split: options.Split = None,
-    size: options.Size = None,
-    classes: options.Classes = None,
     mean: options.Mean = None,
     std: options.Std = None,
-    weights: options.Weights = None,
     epsilon: options.Epsilon = None,
-    bundle: Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")] = None,
+    bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
     """Prove a radius around every input within which the network keeps its answer: no noise, no risk.
 
     The radii are about the real function of the stored weights, evaluated in float64 with its
-    rounding covered. Stored, killed and continued as by `certify`. Keys of --set: retry_failed,
-    layout, columns. Exit code 1: some inputs failed.
+    rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
+    also radii of the forward pass in float32), retry_failed, and those of model and data as for
+    `certify`. Exit code 1: some inputs failed.
 
     Examples:
 
       equipoise prove model.pt2 --data digits --run runs/p
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
     """
-    from equipoise.runs import Execution
-
-    rarer = options.pairs(set_, (*_READING, "retry_failed"))
-    retry = rarer.pop("retry_failed") is True
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    recipe = {
-        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
-        "std": std, **rarer,
-    }  # fmt: skip
-    proving = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
+    _perform("proved", **locals())
+
+
+def _perform(
+    kind: Any,
+    run: Path | None,
+    shard: str | None,
+    epsilon: str | None,
+    bundle: Path | None,
+    set_: list[str] | None,
+    json: bool,
+    **given: Any,
+) -> None:
+    """Make a run and show it: every option and every key of --set belongs to the recipe, the execution or the settings."""
+    from equipoise.runs import Execution, Settings, prepare
+    from equipoise.runs.settings import Recipe
+
+    values = {name: value for name, value in given.items() if value is not None} | options.shard(shard)
+    values |= options.pairs(set_) | {"balanced": given["limit"] is not None}
+    recipe = options.make_recipe(**{name: values.pop(name) for name in Recipe.model_fields if name in values})
+    workers, address, gpus, batch_size, retry = (values.pop(name, None) for name in _RUNNING)
+    engine = "local" if workers is None and address is None else "ray"
+    execution = Execution(engine, workers or 1, address, gpus or 1.0)
     levels = options.epsilons(epsilon)
-    job = _job("proved", proving | options.shard(shard), recipe)
-    stored = _run(job, run, Execution(), retry)
-    if bundle is not None:
-        _write_bundle(job, stored, levels, bundle)
-    show_run(stored, stored.results(), levels, json)
-
-
-def _job(kind: Any, keywords: dict[str, Any], sources: dict[str, Any], batch_size: int | None = None) -> Job:
-    from equipoise.runs import Settings, prepare
-
-    settings: Settings = Settings.of(kind, keywords | {"balanced": keywords["limit"] is not None})
-    recipe = options.make_recipe(**sources)
+    try:
+        settings: Settings = Settings.of(kind, values)
+    except TypeError as error:
+        options.refuse(f"--set: {error}")
     network = options.load_network(recipe, settings.chunk_size if kind == "sampled" else 1)
     name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
-    return prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
+    job = prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
+    stored = _run(job, run, execution, retry is True)
+    if bundle is not None and kind == "sampled":
+        _write_votes(stored, bundle)
+    elif bundle is not None:
+        _write_bundle(job, stored, levels, bundle)
+    show_run(stored, stored.results(), levels, json)
 
 
 def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
@@ -163,19 +142,14 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
         for line in preflight(job).lines():
             say(line)
     try:
-        with progress() as bar:
-            task = bar.add_task("certifying", total=job.manifest.total)
+        with progress("certifying") as update:
 
             def show(row: Row, done: int, total: int) -> None:
-                bar.update(task, completed=done)
+                update(completed=done, total=total)
 
             return start(job, folder, execution=execution, progress=show, retry_failed=retry)
     except KeyboardInterrupt:
-        done = len(open_run(folder).rows) if is_run(folder) else 0
-        say(
-            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue"
-        )
-        raise typer.Exit(130) from None
+        options.interrupted(folder)
 
 
 def _write_votes(run: Run, folder: Path) -> None:
@@ -230,15 +204,15 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
     if json:
         emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
     else:
-        share = "certified accuracy" if results.labelled else "certified (no labels: any answer)"
-        shares = {share: summary.accuracy} | ({"deployed": summary.deployed} if summary.deployed else {})
-        columns = ["radius ε", *shares]
+        shares = {"certified accuracy" if results.labelled else "certified (no labels: any answer)": summary.accuracy}
+        if summary.deployed:
+            shares["deployed"] = summary.deployed
         # what is certified at ε is certified below it: ε is never shown larger than it is
         rows = [
-            [format_down(level, 4), *(f"{percent(column[level])} %" for column in shares.values())]
+            {"radius ε": format_down(level, 4)} | {name: f"{percent(share[level])} %" for name, share in shares.items()}
             for level in summary.accuracy
         ]
-        print_table(f"Run {run.folder}", columns, rows, right=columns)
+        print_table(f"Run {run.folder}", rows)
         tell(*summary.lines())
     if summary.failed:
         raise typer.Exit(1)

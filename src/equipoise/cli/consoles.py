@@ -2,7 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
@@ -38,40 +40,29 @@ def tell(*lines: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def progress() -> Progress:
-    """A progress bar on stderr, shown only on a terminal and gone when done."""
+@contextmanager
+def progress(description: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, shown only on a terminal and gone when done; gives the function that updates it."""
     console = messages()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield partial(bar.update, bar.add_task(description, total=None))
 
 
-def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table.
-
-    Args:
-        title: above it.
-        columns: their headings.
-        right: the columns of numbers.
-    """
-    result = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
-    for column in columns:
-        result.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return result
-
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print a table of results.
+def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table of results; columns of numbers are aligned to the right.
 
     Args:
         title: above it.
-        columns: their headings.
-        rows: the cells.
-        right: the columns of numbers.
+        rows: the cells by the heading of their column.
     """
-    shown = table(title, *columns, right=right)
+    table = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
+    for column in rows[0] if rows else ():
+        numeric = all(row[column][:1] in "-0123456789" for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*row)
-    results().print(shown, markup=False)
+        table.add_row(*row.values())
+    results().print(table, markup=False)
 
 
 def emit_json(document: Any) -> None:

@@ -49,16 +49,25 @@ def curvature(
         refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
     hessian = _hessian(model, weights, data, split, limit, layer, double)
     report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
-    measures: dict[str, Any] = {"top": top_eigenvalue, "trace": trace, "density": spectral_density}
-    measures["sharpness"] = functools.partial(sharpness, radius=radius)
+    measures: dict[str, Any] = {
+        "top": top_eigenvalue,
+        "trace": trace,
+        "density": spectral_density,
+        "sharpness": functools.partial(sharpness, radius=radius),
+    }
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
         emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
         return
-    size = f"{report['parameters']} parameters, {report['samples']} samples"
-    title = f"curvature of {model}, {size}, loss {report['loss']:.6g}"
-    print_table(title, ("what", "value", "±", "meaning"), _rows(report), right=("value", "±"))
+    rows = []
+    for name, figures in report.items():
+        for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
+            if not isinstance(value, list):
+                rows.append(
+                    {"what": f"{name} {key}", "value": f"{value:.6g}" if isinstance(value, float) else str(value)}
+                )
+    print_table(f"curvature of {model}", rows)
 
 
 def _hessian(
@@ -68,7 +77,7 @@ def _hessian(
     from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
-    from equipoise.core.errors import EquipoiseError, InputError, one_line
+    from equipoise.core.files import guarded
     from equipoise.curvature import LossHessian
     from equipoise.data import load_dataset
 
@@ -81,29 +90,6 @@ def _hessian(
     dataset = load_dataset(data, split=split)
     indices = range(len(dataset))[:limit]
     batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
-    try:
-        hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
-        hessian.value()
-    except EquipoiseError:
-        raise
-    except Exception as error:  # whatever the user's own code raises
-        shape = tuple(batches[0][0].shape[1:]) if batches else ()
-        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {one_line(error)}") from error
+    hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
+    guarded(hessian.value, f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})")
     return hessian
-
-
-def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(what, value, ±, meaning) of everything that was measured."""
-    rows = []
-    if top := report.get("top"):
-        meaning = "lower bound of the largest; ± residual"
-        rows.append(("top eigenvalue", top["value"], top["residual"], meaning))
-    if trace := report.get("trace"):
-        rows.append(("trace", trace["value"], trace["standard_error"], "Hutchinson; ± standard error"))
-    if density := report.get("density"):
-        nodes = density["nodes"]
-        negative = sum(weight for x, weight in zip(nodes, density["weights"], strict=True) if x < 0)
-        rows.append(("share below zero", negative, None, f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"))
-    if sharp := report.get("sharpness"):
-        rows.append(("sharpness", sharp["value"], None, f"lower bound, radius {sharp['radius']:g}"))
-    return [(name, f"{value:.6g}", "" if gap is None else f"{gap:.2g}", note) for name, value, gap, note in rows]

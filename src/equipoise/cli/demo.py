@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.consoles import complain, emit_json, messages, print_table, progress, tell
+from equipoise.cli.consoles import complain, emit_json, print_table, progress, say, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -40,18 +40,16 @@ def demo(
     from equipoise.report import as_document
 
     torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
-    console = messages()
-    tasks: dict[str, Any] = {}
+    steps: set[str] = set()
     began = time.monotonic()
-    with progress() as bar:
+    with progress("demo") as update:
 
         def show(what: str, done: int, total: int) -> None:
-            """A bar per step on a terminal, a line per step elsewhere."""
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-                if not console.is_terminal and not json:
-                    console.print(what, markup=False, soft_wrap=True)
-            bar.update(tasks[what], completed=done, total=total)
+            """A line per step, and a bar on a terminal."""
+            if what not in steps and not json:
+                say(what)
+            steps.add(what)
+            update(description=what, completed=done, total=total)
 
         data = showcase(out, QUICK if quick else Settings(), show)
     seconds = time.monotonic() - began
@@ -72,23 +70,27 @@ def _show(data: ReportData, out: Path, seconds: float) -> None:
     from equipoise.core.bounds import format_up
     from equipoise.lipschitz.logs import show_log
 
-    bounds = ("product", "fused", "best proved", "near some inputs")
-    rows: list[tuple[str, ...]] = []
-    for audit in data.audits:
-        logs = (audit.bound.log_product, audit.bound.log_fused, audit.bound.log_upper)
-        near = format_up(max(p.upper for p in audit.local), 4) if audit.local else ""
-        rows.append((audit.model, *("" if log is None else show_log(log) for log in logs), near))
-    print_table("how much the networks can stretch a distance, at most", ("network", *bounds), rows, right=bounds)
+    bounds = [
+        {
+            "network": audit.model,
+            "best proved": "" if audit.bound.log_upper is None else show_log(audit.bound.log_upper),
+            "near some inputs": format_up(max(p.upper for p in audit.local), 4) if audit.local else "",
+        }
+        for audit in data.audits
+    ]
+    print_table("how much the networks can stretch a distance, at most", bounds)
 
     levels = (0.0, 0.1, 0.25, 0.5)
-    headings = [f"ε = {e}" for e in levels]
-    rows = [
-        (s.model, s.procedure, *(f"{percent(float(s.results.accuracy(e)), 1)} %" for e in levels)) for s in data.series
-    ]
+    rows = []
+    for s in data.series:
+        shares = {f"ε = {e}": f"{percent(float(s.results.accuracy(e)), 1)} %" for e in levels}
+        rows.append({"network": s.model, "procedure": s.procedure, **shares})
     for attack in data.attacks:
-        shares = (f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels)
-        rows.append((attack.model, f"under attack ({attack.kind}, {attack.run}), at most", *shares))
-    print_table("certified accuracy, at least", ("network", "procedure", *headings), rows, right=headings)
+        shares = {f"ε = {e}": f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels}
+        rows.append(
+            {"network": attack.model, "procedure": f"under attack ({attack.kind}, {attack.run}), at most", **shares}
+        )
+    print_table("certified accuracy, at least", rows)
     if data.tested is not None and not data.tested.broken:
         tell(f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken")
     tell(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,11 +39,6 @@ def norm(
         str | None, typer.Option(help="spatial input size, e.g. 32,32 (one number: every axis); default: any size")
     ] = None,
     rtol: Annotated[float, typer.Option(help="relative gap upper/lower − 1 to reach")] = 1e-3,
-    padding: Annotated[
-        Literal["zeros", "circular"],
-        typer.Option(help="padding of the convolutions («same» amount when the size is given)"),
-    ] = "zeros",
-    stride: Annotated[int, typer.Option(help="stride of every convolution in the file")] = 1,
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'")
     ] = None,
@@ -70,28 +65,30 @@ def norm(
     from equipoise.core.bounds import format_down, format_up
     from equipoise.core.checks import require_positive
 
-    require_positive(rtol=rtol, stride=stride)
+    require_positive(rtol=rtol)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
     rows = []
-    with progress() as bar:
-        task = bar.add_task(f"norms of {file.name}", total=None)
-        for row in weight_rows(file, only, rtol, size, padding, stride):
+    with progress(f"norms of {file.name}") as update:
+        for row in weight_rows(file, only, rtol, size):
             rows.append(row)
-            bar.advance(task)
+            update(completed=len(rows))
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
-        settings = {"file": str(file), "rtol": rtol, "input_size": size, "padding": padding, "stride": stride}
-        emit_json({**settings, "weights": rows, "refused": len(refused)})
+        emit_json({"file": str(file), "rtol": rtol, "input_size": size, "weights": rows, "refused": len(refused)})
     else:
-        cells = []
-        for row in rows:
-            ends = ("", "", f"{row['status']}: {row['note']}")
-            if row["status"] == "bracket":
-                ends = (format_down(row["lower"]), format_up(row["upper"]), row["note"])
-            cells.append((row["name"], "×".join(map(str, row["shape"])), row["dtype"], *ends))
-        columns = ("weight", "shape", "dtype", "lower", "upper", "note")
-        print_table(file.name, columns, cells, right=("lower", "upper"))
+        cells = [
+            {
+                "weight": row["name"],
+                "shape": "×".join(map(str, row["shape"])),
+                "dtype": row["dtype"],
+                "lower": format_down(row["lower"]) if "lower" in row else "",
+                "upper": format_up(row["upper"]) if "upper" in row else "",
+                "note": row["note"] if "upper" in row else f"{row['status']}: {row['note']}",
+            }
+            for row in rows
+        ]
+        print_table(file.name, cells)
     if refused:
         first = refused[0]
         complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}")
@@ -105,12 +102,7 @@ def norm(
 
 
 def weight_rows(
-    path: Path,
-    only: str | None = None,
-    rtol: float = 1e-3,
-    input_size: tuple[int, ...] | None = None,
-    padding: Any = "zeros",
-    stride: int = 1,
+    path: Path, only: str | None = None, rtol: float = 1e-3, input_size: tuple[int, ...] | None = None
 ) -> Iterator[dict[str, Any]]:
     """One row per tensor of a file or of a folder of files, read and bounded one after the other.
 
@@ -119,8 +111,6 @@ def weight_rows(
         only: a pattern for the names of the tensors.
         rtol: relative gap to reach.
         input_size: spatial size of the input of every convolution; None: any size.
-        padding: padding mode of every convolution.
-        stride: stride of every convolution.
 
     Returns:
         Rows with plain values; the status is `bracket`, `skipped` (nothing to bound, for example a bias) or `refused` (broken, or
@@ -145,7 +135,7 @@ def weight_rows(
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
                     try:
-                        b = weight_bracket(weights.get_tensor(name), rtol, input_size, padding, stride)
+                        b = weight_bracket(weights.get_tensor(name), rtol, input_size)
                         row |= {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
                         row |= {"method": b.method, "note": b.note}
                     except EquipoiseError as error:
@@ -166,17 +156,13 @@ def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
     return ""
 
 
-def weight_bracket(
-    weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None, padding: Any = "zeros", stride: int = 1
-) -> Bracket:
+def weight_bracket(weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None) -> Bracket:
     """Bracket of one weight: 2-D as a matrix, 3-D to 5-D as the kernel `(out, in, *k)` of a convolution.
 
     Args:
         weight: the weight.
         rtol: relative gap to reach.
-        input_size: spatial size of the input, one number serves every axis; None: any size.
-        padding: padding mode.
-        stride: stride.
+        input_size: spatial size of the input (zero padding of the «same» amount), one number serves every axis; None: any size.
     """
     import torch
 
@@ -190,4 +176,4 @@ def weight_bracket(
         return spectral_norm(weight, rtol=rtol)
     size = input_size[0] if input_size is not None and len(input_size) == 1 else input_size
     with torch.no_grad(), full_precision():
-        return conv_bracket(convolution(weight, padding, stride, input_size=size), rtol)
+        return conv_bracket(convolution(weight, input_size=size), rtol)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -24,8 +23,6 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document and 
 Split = Annotated[str | None, typer.Option(help="which part of the data; default: test")]
 Mean = Annotated[str | None, typer.Option(help="the model takes (x − mean)/std: per channel, e.g. 0.5,0.5,0.5")]
 Std = Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")]
-Size = Annotated[str | None, typer.Option(help="resize and crop pictures, e.g. 32 or 32,48 (height,width)")]
-Classes = Annotated[Path | None, typer.Option(help="class names in the order of the logits: a line each, or JSON")]
 Data = Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")]
 RunFolder = Annotated[Path | None, typer.Option(help="run directory; default: runs/<command>-<digest>")]
 Limit = Annotated[int | None, typer.Option(help="at most this many inputs, the first of every class in turn")]
@@ -104,24 +101,23 @@ def shard(text: str | None) -> dict[str, int]:
     return {"skip": int(part) - 1, "stride": int(count)}
 
 
-def pairs(texts: list[str] | None, keys: Sequence[str]) -> dict[str, Any]:
-    """The values of `--set KEY=VALUE`: JSON where they are, else text; keys that are not given are None.
+def interrupted(folder: Path) -> NoReturn:
+    """End a command that was interrupted: exit code 130."""
+    typer.echo(f"interrupted: what is done is stored in {folder}; the same command continues", err=True)
+    raise typer.Exit(130)
 
-    Args:
-        texts: of the option.
-        keys: those a command takes.
 
-    >>> pairs(["n0=50", "map=softmax:0.5"], ["n0", "map", "seed"])
-    {'n0': 50, 'map': 'softmax:0.5', 'seed': None}
+def pairs(texts: list[str] | None) -> dict[str, Any]:
+    """The values of `--set KEY=VALUE`: JSON where they are, else text.
+
+    >>> pairs(["n0=50", "map=softmax:0.5"])
+    {'n0': 50, 'map': 'softmax:0.5'}
     """
-    from equipoise.core.errors import did_you_mean
-
-    values: dict[str, Any] = dict.fromkeys(keys)
+    values: dict[str, Any] = {}
     for text in texts or []:
         name, equals, value = text.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or name not in keys:
-            refuse(f"--set takes KEY=VALUE with a key among {', '.join(keys)}, got {text!r}{did_you_mean(name, keys)}")
+        if not equals:
+            refuse(f"--set takes KEY=VALUE, got {text!r}")
         try:
             values[name] = json.loads(value)
         except ValueError:
@@ -129,49 +125,23 @@ def pairs(texts: list[str] | None, keys: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
+def make_recipe(**values: Any) -> Recipe:
     """What the options say about model, data and preprocessing, checked.
 
     Args:
-        model: a file, a checkpoint directory, or package.module:factory.
-        data: a name, a file or a folder.
-        **texts: the other options, as typed: weights, split, size, classes, mean, std, denoiser, layout, columns.
+        **values: fields of `Recipe`; mean and std as numbers between commas.
     """
     from equipoise.core.files import check_document
     from equipoise.runs.settings import Recipe
 
-    values = {name: text for name, text in texts.items() if text is not None}
-    if "size" in values:
-        size = sizes(values["size"], "--size takes one or two whole numbers such as 32 or 32,48") or ()
-        values["size"] = size * 2 if len(size) == 1 else size
-    if "classes" in values:
-        values["classes"] = read_classes(values["classes"])
-    if "columns" in values:
-        values["columns"] = str(values["columns"]).split(",")
-    if "weights" in values:
-        values["weights"] = str(values["weights"])
     if "mean" in values or "std" in values:
         takes = "--mean and --std take one number per channel"
-        mean = numbers(values.get("mean", "0"), takes)
-        std = numbers(values.get("std", "1"), takes)
+        mean = numbers(str(values.get("mean", 0)), takes)
+        std = numbers(str(values.get("std", 1)), takes)
         longest = max(len(mean), len(std))
         # a single number serves every channel
         values["mean"], values["std"] = (v * longest if len(v) == 1 else v for v in (mean, std))
-    return check_document({"model": model, "data": data, **values}, Recipe, "the options")
-
-
-def read_classes(path: Path) -> tuple[str, ...] | dict[str, int]:
-    """Class names: one per line in the order of the logits, or a JSON list, or a JSON object of name → number."""
-    from equipoise.core.files import parse_json, read_bounded
-
-    text = read_bounded(path).decode("utf-8-sig", errors="replace")
-    if text.lstrip()[:1] in ("{", "["):
-        names: Any = parse_json(text, str(path))
-    else:
-        names = [line.strip() for line in text.splitlines() if line.strip()]
-    if not names or "\ufffd" in text:
-        refuse(f"{path} names no classes: expected one name per line, a JSON list or an object of name → number")
-    return names
+    return check_document(values, Recipe, "the options")
 
 
 def load_network(recipe: Recipe, batch: int = 100) -> Portable:
@@ -197,5 +167,4 @@ def load_data(recipe: Recipe) -> Dataset:
     from equipoise.data import load_dataset
 
     reading = recipe.model_dump(include={"layout", "size", "columns"}, exclude_none=True)
-    dataset = load_dataset(recipe.data, recipe.split, labelled=False, **reading)
-    return dataset.with_classes(recipe.classes) if recipe.classes and dataset.labelled else dataset
+    return load_dataset(recipe.data, recipe.split, labelled=False, **reading)

@@ -55,14 +55,9 @@ def selfcheck(
     from equipoise.testing import find_suite, run
 
     checks = find_suite(suite)
-    with progress() as bar:
-        task = bar.add_task("selfcheck", total=100)
+    with progress("selfcheck") as update:
         report = run(
-            checks,
-            60 * minutes,
-            device,
-            seed,
-            lambda tally, done: bar.update(task, completed=round(100 * done)),
+            checks, 60 * minutes, device, seed, lambda tally, done: update(completed=round(100 * done), total=100)
         )
     if json:
         emit_json({**asdict(report), "comparisons": report.comparisons, "violations": report.violations})
@@ -80,32 +75,22 @@ def selfcheck(
 def _show(report: Report) -> None:
     import torch
 
-    numbers = (
-        "bounds",
-        "min upper/truth − 1",
-        "max lower/truth − 1",
-        "violations",
-        "refused",
-        "seconds",
-    )
     rows = [
-        (
-            t.name,
-            f"{t.comparisons:,}",
-            f"{t.closest_upper:.1e}",
-            f"{t.closest_lower - 1:.1e}",
-            str(t.violations),
-            str(t.refused),
-            f"{t.seconds:.1f}",
-        )
+        {
+            "check": t.name,
+            "bounds": f"{t.comparisons:,}",
+            "min upper/truth − 1": f"{t.closest_upper:.1e}",
+            "max lower/truth − 1": f"{t.closest_lower - 1:.1e}",
+            "violations": str(t.violations),
+            "refused": str(t.refused),
+            "seconds": f"{t.seconds:.1f}",
+        }
         for t in report.tallies
     ]
-    print_table("selfcheck", ("check", *numbers), rows, right=numbers)
+    print_table("selfcheck", rows)
     for t in report.tallies:
         tell(*(f"  {example}" for example in t.examples))
-        for text in t.scripts:
-            packed = max(map(len, text.splitlines())) > 500  # files as text: --scripts keeps them
-            tell("", f"{text[:300]} …" if packed else text)
+        tell(*(f"{text[:300]} …" for text in t.scripts))  # --scripts keeps the whole
     verdict = f"{report.violations} VIOLATIONS" if report.violations else "no violations"
     tell(
         f"{report.comparisons:,} bounds, {verdict} "

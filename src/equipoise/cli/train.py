@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, print_table, progress, say, tell
-from equipoise.cli.options import Json, refuse
+from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
+from equipoise.cli.options import Json, interrupted, refuse
 
 if TYPE_CHECKING:
-    from equipoise.train import Progress, Recipe, Result
+    from equipoise.train import Progress, Result
 
 
 def train(
@@ -27,9 +28,6 @@ def train(
         bool, typer.Option("--allow-code", help="Let the recipe file name code of its own (module:factory); it is run.")
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
-    ] = False,
     source: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +37,6 @@ def train(
     weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
     method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
     data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
-    distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
     ] = None,
@@ -64,27 +61,38 @@ def train(
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
-    from equipoise.train import read_recipe
+    from equipoise.train import read_recipe, run_recipe
+    from equipoise.train.loop import plan_recipe
+    from equipoise.train.robustify import robustify
 
     if listed:
         _list(json)
         return
     if source is not None:
-        if planned or show:
-            refuse("--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show")
-        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, distill, minutes, json)
+        folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
+        outcome = _trained(
+            robustify, source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes or [],
+            minutes=minutes, cpu=cpu,
+        )  # fmt: skip
+        if json:
+            emit_json({**outcome.to_dict(), "folder": str(folder)})
+        else:
+            columns = ("figure", "before", "after")
+            rows = [dict(zip(columns, row, strict=True)) for row in outcome.comparison()]
+            print_table(f"{source} → {folder}", rows)
+            tell(f"not converted: {', '.join(r.name for r in outcome.conversion.left) or 'nothing'}")
         return
     if recipe is None:
         refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
     checked = read_recipe(recipe, changes or [], allow_code=allow_code)
-    if show:
-        _show_recipe(checked, json)
-    elif planned:
-        _plan(checked, json)
-    else:
-        result, main = _run(checked, run_dir or Path("runs") / checked.name, cpu, minutes)
-        if main:
-            emit_json(result.to_dict()) if json else _show(result)
+    if planned:
+        plan = plan_recipe(checked)
+        line = f"{plan['steps']:,} steps of {plan['step_seconds']:.3g} s of processor time: {plan['hours']:.3g} h"
+        emit_json(plan) if json else tell(line)
+        return
+    result = _trained(run_recipe, checked, run_dir or Path("runs") / checked.name, minutes=minutes, cpu=cpu)
+    if _reports():
+        emit_json(result.to_dict()) if json else _show(result)
 
 
 def _list(json: bool) -> None:
@@ -94,95 +102,37 @@ def _list(json: bool) -> None:
     if json:
         emit_json({name: {"description": r.description, "data": r.data.path} for name, r in recipes.items()})
     else:
-        rows = [(name, recipe.data.path, recipe.description) for name, recipe in recipes.items()]
-        print_table("bundled recipes", ("name", "data", "what"), rows)
+        rows = [{"name": name, "data": r.data.path, "what": r.description} for name, r in recipes.items()]
+        print_table("bundled recipes", rows)
 
 
-def _robustify(
-    source: str, weights: Path | None, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool,
-    method: str, data: str | None, distill: float, minutes: float | None, json: bool,
-) -> None:  # fmt: skip
-    """Convert, train, and show what it was and what it became."""
-    from equipoise.train.robustify import robustify
-
-    def report(event: Progress) -> None:
-        if event.row is not None and not json:
-            say(_line(event))
-
-    folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
-    outcome = robustify(
-        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes, distill=distill,
-        minutes=minutes, cpu=cpu, progress=report,
-    )  # fmt: skip
-    if json:
-        emit_json({**outcome.to_dict(), "folder": str(folder)})
-        return
-    columns = ("figure", "before", "after")
-    print_table(f"{source} → {folder}", columns, outcome.comparison(), right=columns[1:])
-    left = [r.name for r in outcome.conversion.left]
-    if left:
-        tell(f"not converted: {', '.join(left)}")
-    tell(f"written: {folder / 'before-after.md'}")
-
-
-def _plan(recipe: Recipe, json: bool) -> None:
-    from equipoise.train.loop import plan_recipe
-
-    plan = plan_recipe(recipe)
-    if json:
-        emit_json(plan)
-        return
-    rows = [
-        ("training examples", f"{plan['examples']:,}"),
-        ("steps", f"{plan['steps']:,}"),
-        ("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s"),
-        ("all steps", f"{plan['hours']:.3g} h"),
-    ]
-    print_table(f"{recipe.name}: what it costs", ("figure", "value"), rows, right=("value",))
-    tell(f"number of examples from {plan['where']}; a step of a few examples was timed, its time extrapolated")
-    if plan["published"]:
-        tell(f"published: {plan['published']}")
-
-
-def _show_recipe(recipe: Recipe, json: bool) -> None:
-    import yaml
-
-    document = recipe.to_dict()
-    if json:
-        emit_json(document)
-    else:
-        typer.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
-
-
-def _run(recipe: Recipe, folder: Path, cpu: bool, minutes: float | None) -> tuple[Result, bool]:
-    """Train with a progress bar on a terminal and a line per epoch elsewhere; whether this is the process that reports."""
-    from torch import distributed
-
-    from equipoise.train import run_recipe
-
-    console = messages()
-    with progress() as bar:
-        task = bar.add_task(recipe.name, total=None)
+def _trained(work: Callable[..., Any], what: Any, folder: Path, **settings: Any) -> Any:
+    """Train with a progress bar on a terminal and a line per epoch."""
+    with progress(folder.name) as update:
 
         def report(event: Progress) -> None:
             if event.row is not None:
-                (bar.console if console.is_terminal else console).print(_line(event), markup=False, soft_wrap=True)
-                return
+                say(_line(event))
             loss = "" if event.loss is None else f"  loss {event.loss:.4g}"
-            description = f"{recipe.name}  epoch {event.epoch}/{event.epochs}{loss}"
-            bar.update(task, total=event.steps, completed=event.step, description=description)
+            description = f"{folder.name}  epoch {event.epoch}/{event.epochs}{loss}"
+            update(total=event.steps, completed=event.step, description=description)
 
         try:
-            result = run_recipe(recipe, folder, minutes=minutes, cpu=cpu, progress=report)
+            return work(what, folder, progress=report, **settings)
         except KeyboardInterrupt:
-            say(f"interrupted: the same command goes on from the last checkpoint in {folder}")
-            raise typer.Exit(130) from None
+            interrupted(folder)
+
+
+def _reports() -> bool:
+    """Whether this is the process that reports; processes that trained together part here."""
+    from torch import distributed
+
     if not (distributed.is_available() and distributed.is_initialized()):
-        return result, True
+        return True
     main = distributed.get_rank() == 0
     distributed.barrier()  # nobody closes a connection that another process still reads
     distributed.destroy_process_group()
-    return result, main
+    return main
 
 
 def _figures(row: dict[str, Any]) -> dict[str, str]:
@@ -217,8 +167,9 @@ def _show(result: Result) -> None:
     from equipoise.checkpoints import registered
 
     stopped = "" if result.finished else f" of {result.recipe.epochs}; the same command goes on"
-    rows = [("epochs", f"{result.final['epoch']}{stopped}"), *_figures(result.final).items()]
-    print_table(f"{result.recipe.name} → {result.folder}", ("figure", "value"), rows, right=("value",))
+    figures = {"epochs": f"{result.final['epoch']}{stopped}", **_figures(result.final)}
+    rows = [{"figure": name, "value": text} for name, text in figures.items()]
+    print_table(f"{result.recipe.name} → {result.folder}", rows)
     factory = result.recipe.model.factory
     own = f"{factory} --weights {result.folder}/model.safetensors"
     tell(f"Next: equipoise audit {result.folder if registered(factory) else own}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table, tell
+from equipoise.cli.consoles import emit_json, messages, print_table, results, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -117,10 +117,7 @@ def verification(
     if as_json:
         emit_json(found)
         return
-    shown = table("robust at the radius", *found[0])
-    for row in found:
-        shown.add_row(*(str(value) for value in row.values()))
-    results().print(shown, markup=False)
+    print_table("robust at the radius", [{name: str(value) for name, value in row.items()} for row in found])
 
 
 @bench.command()
@@ -293,10 +290,8 @@ def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
 def _show(section: Section, console: Console) -> None:
     if section.rows:
         columns = list(section.rows[0])
-        shown = table(section.title, *columns, right=tuple(columns[1:]))
-        for row in section.rows:
-            shown.add_row(*(_cell(column, row.get(column, "")) for column in columns))
-        console.print(shown, markup=False)
+        cells = [{column: _cell(column, row.get(column, "")) for column in columns} for row in section.rows]
+        print_table(section.title, cells)
     else:
         console.print(section.title, style="bold")
     if section.note:

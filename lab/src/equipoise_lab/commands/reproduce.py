@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table, tell
+from equipoise.cli.consoles import emit_json, messages, print_table, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -114,11 +114,17 @@ def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, ou
     if as_json:
         emit_json([{**asdict(p), "action": p.action} for p in found])
         return
-    shown = table(f"{scale} scale, seed {seed}", "id", "what happens", "minutes before", "power", "settings")
-    for p in found:
-        before = "" if p.seconds is None else f"{p.seconds / 60:.1f}"
-        shown.add_row(p.id, p.action, before, p.power, ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160])
-    results().print(shown, markup=False)
+    rows = [
+        {
+            "id": p.id,
+            "what happens": p.action,
+            "minutes before": "" if p.seconds is None else f"{p.seconds / 60:.1f}",
+            "power": p.power,
+            "settings": ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160],
+        }
+        for p in found
+    ]
+    print_table(f"{scale} scale, seed {seed}", rows)
 
 
 def _require_folder(out: Path) -> None:
@@ -167,7 +173,9 @@ def _list(out: Path, as_json: bool) -> None:
     if as_json:
         emit_json(rows)
         return
-    shown = table("Experiments of the thesis", "id", "place", "claim", f"verdict in {out}")
-    for row in rows:
-        shown.add_row(row["id"], row["place"], row["claim"], "\n".join(row["verdicts"]) or "not run")
-    results().print(shown, markup=False)
+    verdict = f"verdict in {out}"
+    cells = [
+        {name: row[name] for name in ("id", "place", "claim")} | {verdict: "\n".join(row["verdicts"]) or "not run"}
+        for row in rows
+    ]
+    print_table("Experiments of the thesis", cells)
