@@ -44,7 +44,7 @@ VALID = [
     "predict run --data data.npz --n 20 --alpha 0.1 --limit 2 --json",
     "predict seen --data photos --n 20",
     "norm parts --only a.* --json",
-    "certify net --data data.npz --sigma 0.5 --n 20 --set relative=0.1 --shard 1/2 --run early",
+    "certify net --data data.npz --sigma 0.5 --n 20 --set target_radius=0.1 --shard 1/2 --run early",
     "merge run other -o joined",
     "attack run --epsilon 0.1 --steps 2 --limit 2 --json",
     "curvature net --data data.npz --limit 4 --json",

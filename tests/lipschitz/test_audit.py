@@ -61,14 +61,6 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def test_norms_wider_than_asked_are_noted():
-    torch.manual_seed(0)
-    conv = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)).eval()
-    report = lipschitz_bound(conv, torch.zeros(1, 3, 12, 12), rtol=1e-12)
-    wide = [r for r in report.layers if r.lower > 0 and r.upper > (1 + 1e-12) * r.lower]
-    assert bool(wide) == any("was asked for" in note for note in report.notes)
-
-
 def test_a_program_is_audited(program):
     expected = lipschitz_bound(small(), torch.zeros(1, 2, 4, 4), rtol=1e-3).upper
     assert audit_report(str(program)).upper == pytest.approx(expected)

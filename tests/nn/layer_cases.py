@@ -76,7 +76,6 @@ CASES: list[LayerCase] = [
     LayerCase("sr4", by_name("SR"), FLAT, options={"t": 4}),
     LayerCase("aol-out", by_name("AOL"), ("linear",), options={"side": "output"}),
     LayerCase("sr2-out", by_name("SR"), ("linear",), options={"t": 2, "side": "output"}),
-    LayerCase("rlb", by_name("RLB"), square=True, strides=(1,)),
     LayerCase("cpl", by_name("CPL"), **BLOCK),
     LayerCase("sll", by_name("SLL"), **BLOCK),
     LayerCase("sll-sr", by_name("SLL"), options={"rescaling": "sr", "t": 3}, **BLOCK),
@@ -90,9 +89,6 @@ CASES: list[LayerCase] = [
     # weights of these convolutions depend on the image size: attacked in test_orthogonal_layers.py
     LayerCase("cayley", by_name("Cayley"), ("linear",), orthogonal=BOTH, lowest=1 - 1e-5),
     LayerCase("bro", by_name("BRO"), ("linear",), orthogonal=BOTH, lowest=1 - 1e-5),
-    LayerCase("chord", by_name("CHORD"), ("linear",), orthogonal=BOTH, lowest=1 - 1e-5),
-    LayerCase("householder", by_name("Householder"), ("linear",), orthogonal=("linear",)),
-    LayerCase("sandwich", by_name("Sandwich"), ("linear",), affine=False),
 ]
 
 

@@ -8,7 +8,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from equipoise.nn.convert import plain
 from equipoise.nn.orthogonal.frequency import FrequencyConv2d
-from equipoise.nn.orthogonal.sandwich import SandwichConv2d
 from equipoise.norms import spectral_norm
 
 
@@ -53,6 +52,6 @@ def upper(layer: nn.Module, shape: tuple[int, ...]) -> float:
 
 def exported(layer: nn.Module, shape: tuple[int, ...] | None = None) -> nn.Module:
     """The plain layer with the weight it uses, for inputs of this shape where that matters."""
-    if shape is not None and isinstance(layer, FrequencyConv2d | SandwichConv2d):
+    if shape is not None and isinstance(layer, FrequencyConv2d):
         return layer.export(shape[-2:])
     return plain(layer)[0]

@@ -231,4 +231,4 @@ def test_refusals():
     nn.init.zeros_(zero.weight)
     with pytest.raises(Refused, match="no factor"):
         make_lipschitz(zero)
-    assert "sandwich" not in methods()
+    assert "sll" not in methods()

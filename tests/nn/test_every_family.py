@@ -18,7 +18,7 @@ from equipoise.core.errors import InputError, Refused
 
 #: every layer, and the convolutions whose weights depend on the image size
 ROWS = [(case.name, kind) for case in CASES for kind in case.kinds if kind in ("linear", "conv2d")]
-ROWS += [(name, "conv2d") for name in ("cayley", "bro", "chord", "sandwich")] + [
+ROWS += [(name, "conv2d") for name in ("cayley", "bro")] + [
     ("soc", "transpose2d"),
     ("cayley", "transpose2d"),
 ]

@@ -15,7 +15,7 @@ from equipoise.conversion import Rescaled, export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.models import proved
-from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
+from equipoise.nn import CayleyConv2d, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.models import build, input_shape
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
@@ -23,7 +23,15 @@ from equipoise.nn.parametrize import Computed, ComputedLayer
 from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
 
 SLL = {"in_channels": 1, "input_size": 8, "channels": 4, "depth": 2, "dense_depth": 1, "hidden": 8, "num_classes": 3}
-ORTHOGONAL = {"in_channels": 1, "input_size": 8, "channels": [2], "hidden": 8, "num_classes": 3}
+ORTHOGONAL = {
+    "in_channels": 1,
+    "input_size": 8,
+    "channels": [2],
+    "depths": [1],
+    "hidden": 8,
+    "num_classes": 3,
+    "head": "sr",
+}
 
 
 def parts():
@@ -36,12 +44,11 @@ def parts():
 NETS = {
     "parts": (parts, (1, 8, 8)),
     "sll": (lambda: build("sll", **SLL), input_shape("sll", **SLL)),
-    "orthogonal": (lambda: build("orthogonal_cnn", **ORTHOGONAL), (1, 8, 8)),
-    "sandwich mlp": (lambda: build("sandwich_mlp", widths=[8], num_classes=3, constant=2.0), (1, 8, 8)),
+    "orthogonal": (lambda: build("lipschitz_cnn", **ORTHOGONAL), (1, 8, 8)),
     "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)), (1, 8, 8)),
 }
 SPECTRAL = {
-    "sandwich cnn": (lambda: build("sandwich_cnn", in_channels=1, input_size=8, channels=[2], hidden=8), (1, 8, 8))
+    "cayley": (lambda: build("lipschitz_cnn", **{**ORTHOGONAL, "family": "cayley", "constant": 2.0}), (1, 8, 8))
 }
 
 
@@ -125,7 +132,6 @@ OTHER_MAPS = {
         for kind, args in (
             (SRLinear, (4, 4)),
             (SLLLinear, (4,)),
-            (SandwichLinear, (4, 4)),
             (LastLayerNormalised, (4, 4)),
         )
     },

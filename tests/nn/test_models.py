@@ -24,9 +24,6 @@ SMALL = {
     "cnn": {**GREY, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
     "sll": {**GREY, "channels": 8, "depth": 3, "dense_depth": 1, "hidden": 16, "constant": 2.0},
     "sll_tiny": GREY,
-    "orthogonal_cnn": {**GREY, "channels": [4, 4], "hidden": 12, "head": "first"},
-    "sandwich_cnn": {**GREY, "channels": [4], "hidden": 12, "constant": 3.0},
-    "sandwich_mlp": {"widths": [16], "head": "aol"},
     "lipschitz_cnn": {
         **GREY,
         "channels": [4, 8],
@@ -113,7 +110,7 @@ def test_head_lln_is_certified_by_pairs():
 def test_two_hundred_blocks_train_without_normalisation():
     torch.manual_seed(0)
     train, test = load_digits(split="train"), load_digits(split="test")
-    arguments = {"in_channels": 1, "input_size": 8, "channels": 1, "pool": 1, "head": "first"}
+    arguments = {"in_channels": 1, "input_size": 8, "channels": 1, "pool": 1, "head": "sr"}
     net = build("sll", **arguments, depth=0, dense_depth=200, hidden=16, rescaling="aol", threshold=1.0)
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     for _ in range(12):
@@ -125,6 +122,13 @@ def test_two_hundred_blocks_train_without_normalisation():
     x, y = test.batch(range(len(test)))
     with torch.no_grad():
         assert float((net.eval()(x).argmax(1) == y).float().mean()) > 0.45  # 0.1 by chance
+
+
+def test_blocks_of_a_liresnet_start_near_the_identity():
+    net = build("liresnet", **SMALL["liresnet"])
+    for block, taps in ((net[2], (1, 1)), (net[-3], ())):
+        start = raw(block)[(..., *taps)].detach()
+        assert float((start - torch.eye(len(start))).abs().max()) < 0.5
 
 
 def test_sizes_of_the_published_sll_networks():
@@ -148,7 +152,7 @@ def test_refusals():
         build("sll_small", depth=3)
     for name, arguments, message in [
         ("sll", {"input_size": 2}, "does not fit"),
-        ("orthogonal_cnn", {"input_size": 6}, "divisible"),
+        ("liresnet", {"input_size": 6}, "divisible"),
         ("sll", {"head": "softmax"}, "head must be one of"),
         ("cnn", {"mean": [0.5]}, "both"),
         ("cnn", {"mean": [0.5], "std": [0.0]}, "std > 0"),

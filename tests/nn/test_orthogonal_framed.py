@@ -1,4 +1,4 @@
-"""SOC, Cayley, BRO and CHORD convolutions, also transposed, against the dense Jacobian in float64, over a grid of settings.
+"""SOC, Cayley and BRO convolutions, also transposed, against the dense Jacobian in float64, over a grid of settings.
 
 Shapes are those of the plain layer, no singular value exceeds 1 or the layer's own bound, and a transposed layer is an adjoint.
 """
@@ -21,7 +21,6 @@ PLAIN = {
     o.SOCConv2d: nn.Conv2d,
     o.CayleyConv2d: nn.Conv2d,
     o.BROConv2d: nn.Conv2d,
-    o.CHORDConv2d: nn.Conv2d,
     o.SOCConvTranspose2d: nn.ConvTranspose2d,
     o.CayleyConvTranspose2d: nn.ConvTranspose2d,
 }

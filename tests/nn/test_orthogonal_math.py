@@ -17,7 +17,7 @@ import equipoise.nn as o
 from equipoise.core import Refused
 from equipoise.nn.orthogonal.cayley import cayley
 from equipoise.nn.orthogonal.frequency import isometry_bound
-from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps, two_taps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal, scaled_steps, two_taps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
 
@@ -81,7 +81,7 @@ def test_a_matrix_that_is_not_finite_has_no_polar_factor_and_leaves_its_neighbou
     assert bool(found[1:].isnan().all())
 
 
-@pytest.mark.parametrize("kind", [o.CayleyLinear, o.BROLinear, o.CHORDLinear, o.HouseholderLinear])
+@pytest.mark.parametrize("kind", [o.CayleyLinear, o.BROLinear])
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
 def test_derivatives_do_not_miss_the_last_step(kind: type[nn.Module], shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -102,13 +102,10 @@ def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() ->
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 10_000))
 @settings(max_examples=40, deadline=None)
-def test_isometry_bound_is_an_upper_bound_for_any_blocks(n: int, m: int, seed: int) -> None:
+def test_isometry_bound_is_an_upper_bound_for_any_matrices(n: int, m: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     W = torch.randn(3, m, n, generator=g, dtype=torch.complex64)
     assert bool((isometry_bound(W) >= torch.linalg.matrix_norm(W.to(torch.complex128), 2)).all())
-    V = torch.randn(3, 2, n, generator=g, dtype=torch.complex64)
-    both = torch.linalg.matrix_norm(torch.cat([W, V], -2).to(torch.complex128), 2)
-    assert bool((isometry_bound(W, V) >= both).all())
 
 
 def test_cayley_is_an_isometry_for_complex_blocks() -> None:
@@ -204,7 +201,7 @@ def test_rko_reaches_its_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "condition", "scale", "proved"),
+    ("rows", "columns", "condition", "scale", "whole"),
     [
         (129, 129, 1e2, 1.0, True),
         (256, 1024, 5.0, 1e30, True),
@@ -212,19 +209,17 @@ def test_rko_reaches_its_bound() -> None:
         (150, 150, 3e4, 1.0, False),
     ],
 )
-def test_polar_factors_of_large_matrices_are_proved_on_the_small_side(rows, columns, condition, scale, proved):
+def test_polar_factors_of_large_matrices_are_contractions(rows, columns, condition, scale, whole):
     torch.manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(n, rows, dtype=torch.float64))[0] for n in (rows, columns))
     W = (scale * (U * torch.logspace(0, -math.log10(condition), rows, dtype=torch.float64)) @ V.mT).float()
-    assert (by_gram(W) is not None) == proved
-    found = torch.linalg.svdvals(orthonormal(W).double())
-    assert float(found[0]) <= 1
-    assert not proved or float(found[-1]) > 1 - 1e-5
+    values = torch.linalg.svdvals(orthonormal(W).double())
+    assert float(values[0]) <= 1
+    assert not whole or float(values[-1]) > 1 - 1e-5
 
 
 @pytest.mark.parametrize("error", [1e-10, 1e-7, 1e-3, 1.0])
-def test_the_proof_on_the_small_side_does_not_rest_on_the_eigenvectors(error, monkeypatch):
-    """Wrong factors are seen in `T·WWᵀ·Tᵀ`: a contraction all the same, or another way."""
+def test_the_proof_does_not_rest_on_the_eigenvectors(error, monkeypatch):
     torch.manual_seed(0)
     W, eigh = torch.randn(160, 200), torch.linalg.eigh
 
@@ -233,14 +228,16 @@ def test_the_proof_on_the_small_side_does_not_rest_on_the_eigenvectors(error, mo
         return squares * (1 - error * torch.rand_like(squares)), U + error * torch.randn_like(U) / 12
 
     monkeypatch.setattr(torch.linalg, "eigh", wrong)
-    found = by_gram(W)
-    assert found is None or float(torch.linalg.matrix_norm(found[0].double(), 2)) <= 1
     assert float(torch.linalg.matrix_norm(orthonormal(W).double(), 2)) <= 1
-    assert error == 1e-7 or (found is None) == (error > 1e-7)
 
 
-def test_no_polar_factor_is_proved_of_what_is_no_number():
-    W = torch.randn(140, 150)
-    for value in (math.nan, math.inf, 0.0):
-        W[3] = value
-        assert by_gram(W) is None
+@pytest.mark.parametrize("name", ["Cayley", "BRO"])
+def test_layers_have_forward_derivatives_and_vectorise(name: str) -> None:
+    torch.manual_seed(0)
+    layer, x = getattr(o, f"{name}Conv2d")(2, 2, 3, padding=1).double(), torch.randn(3, 2, 4, 5, dtype=torch.float64)
+    moved = torch.randn_like(x)
+    y, forward = torch.func.jvp(layer, (x,), (moved,))
+    outer = torch.randn_like(y)
+    (backward,) = torch.autograd.grad(layer(x.requires_grad_()), x, outer)
+    torch.testing.assert_close((forward * outer).sum(), (backward * moved).sum())
+    torch.testing.assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), y)

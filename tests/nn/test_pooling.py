@@ -14,7 +14,6 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering, pairwise_distances
 from equipoise.nn.pooling import (
     DepthToSpace,
-    FirstFeatures,
     L2NormPool2d,
     MaxPool2d,
     PadChannels,
@@ -40,7 +39,6 @@ CASES = {  # layer, input shape, norm exactly 1
     "shift, circle": (SpatialShift(5), (7, 4, 5), True),
     "shift, zeros": (SpatialShift(9, "zeros"), (10, 3, 4), True),
     "pad channels": (PadChannels(5), (3, 4, 4), True),
-    "first features": (FirstFeatures(3), (7,), True),
 }
 
 
@@ -78,8 +76,6 @@ def test_the_refusal_names_the_true_constant():
 def test_bad_sizes():
     with pytest.raises(InputError, match="do not fit"):
         PadChannels(2)(torch.zeros(1, 3, 2, 2))
-    with pytest.raises(InputError, match="fewer"):
-        FirstFeatures(5)(torch.zeros(1, 3))
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 4, 2, 3)])

@@ -123,7 +123,7 @@ class SlyReLU(nn.ReLU):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_other_activations_are_refused_with_the_reason(activation, reason):
-    for build in (eqn.SLLLinear, eqn.CPLConv2d, eqn.SandwichLinear):
+    for build in (eqn.SLLLinear, eqn.CPLConv2d):
         with pytest.raises(Refused, match=reason):
             build(4, 4, activation=activation)
 
@@ -173,7 +173,7 @@ def test_bad_options_are_named():
         eqn.SLLLinear(4, rescaling="sr", t=0)
     with pytest.raises(Refused, match="as many outputs"):
         eqn.SLLLinear(4, 5)
-    for kind in (eqn.SLLConv2d, eqn.CPLConv2d, eqn.BROConv2d, eqn.SRConv2d, eqn.SandwichConv2d):
+    for kind in (eqn.SLLConv2d, eqn.CPLConv2d, eqn.BROConv2d, eqn.SRConv2d):
         with pytest.raises(TypeError, match="pading"):
             kind(4, 4, 3, pading=1)
 

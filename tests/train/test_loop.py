@@ -26,7 +26,7 @@ NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"s
           "smoothadv": {"sigma": 0.1, "epsilon": 0.1}, "soft-vote": {"sigma": 0.1},
           "lipschitz-radius": {"sigma": 0.1, "target": 0.2},
           "distillation": {"teacher": str(Path(models.__file__).parent / "digits")},
-          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
+          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "emma", "la")}}  # fmt: skip
 
 
 def row(kind):

@@ -17,6 +17,7 @@ from equipoise.smoothing import margin_radius
 from equipoise.train import run_recipe
 
 FOLDER = Path(eq.models.__file__).parent
+SLL = {"depth": 1, "channels": 4, "dense_depth": 1, "hidden": 8}
 
 
 @pytest.mark.parametrize("name", bundled())
@@ -53,7 +54,7 @@ def test_the_digits_network_reaches_its_figures_and_no_attack_breaks_its_radii()
 
 
 def test_training_writes_a_folder_that_loads_and_a_finished_run_keeps_its_certificate(small, tmp_path):
-    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sandwich_mlp", "arguments": {"widths": [8]}})
+    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sll", "arguments": SLL})
     for _ in range(2):
         run_recipe(recipe, tmp_path / "run")
         found = load(tmp_path / "run")
@@ -92,8 +93,8 @@ def test_a_certificate_that_claims_too_little_is_refused(tmp_path, changes, word
 
 
 def test_a_certificate_of_another_network_with_the_same_weights_is_refused(small, tmp_path):
-    arguments = {"widths": [8], "constant": 2.0}
-    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sandwich_mlp", "arguments": arguments})
+    arguments = {**SLL, "constant": 2.0}
+    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sll", "arguments": arguments})
     run_recipe(recipe, tmp_path / "run")
     load(tmp_path / "run")
     config = tmp_path / "run" / "config.json"

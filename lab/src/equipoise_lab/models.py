@@ -13,6 +13,8 @@ from torch.nn import functional
 from equipoise.core.errors import InputError
 from equipoise.nn import models
 from equipoise.nn.models.plain import Size, normalising, pair
+from equipoise_lab.gpt import LipschitzGPT
+from equipoise_lab.sandwich import sandwich_cnn, sandwich_mlp
 
 #: per-channel mean and standard deviation of ImageNet in [0, 1]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -362,6 +364,9 @@ def vgg(
 
 vgg16, vgg19 = partial(vgg, depth=16), partial(vgg, depth=19)
 
+#: a character model with a proved constant
+lipschitz_gpt = LipschitzGPT
+
 #: the networks by name
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp_mixer": mlp_mixer,
@@ -377,6 +382,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "cifar_resnet56": cifar_resnet56,
     "cifar_resnet110": cifar_resnet110,
     "wide_resnet": wide_resnet,
+    "lipschitz_gpt": lipschitz_gpt,
+    "sandwich_cnn": sandwich_cnn,
+    "sandwich_mlp": sandwich_mlp,
 }
 
 

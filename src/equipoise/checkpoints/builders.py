@@ -26,7 +26,7 @@ Builder = Callable[..., nn.Module]
 #: the module whose table `MODELS` lists builders; `module:name` is a row of it
 _HOME = "equipoise.nn.models"
 #: builders of the library outside of that table
-_OTHERS = ("equipoise.conversion:converted", f"{_HOME}:lipschitz_gpt")
+_OTHERS = ("equipoise.conversion:converted",)
 GROUP = "equipoise.models"
 _ADDED: dict[str, Builder] = {}
 _NAME = re.compile(r"^[A-Za-z_][\w.-]{0,99}$", re.ASCII)

@@ -43,8 +43,8 @@ def certify(
     Exit code 1: some inputs failed.
 
     Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
-    noise (grid or float), nonfinite, device, target_radius and relative (stop each input early: once
-    this radius is decided, or within this share of it); of model and data weights, denoiser, size
+    noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
+    radius is decided); of model and data weights, denoiser, size
     ([32,32]), layout, columns (["x","y"]); of the execution workers (on Ray), address, gpus,
     batch_size, retry_failed.
 

@@ -16,8 +16,6 @@ from equipoise.nn.orthogonal.cayley import (
     CayleyConv2d,
     CayleyConvTranspose2d,
     CayleyLinear,
-    CHORDConv2d,
-    CHORDLinear,
 )
 from equipoise.nn.orthogonal.polar import (
     BCOPConv1d,
@@ -27,14 +25,12 @@ from equipoise.nn.orthogonal.polar import (
     BCOPLinear,
     BjorckConv2d,
     BjorckLinear,
-    HouseholderLinear,
     RKOConv1d,
     RKOConv2d,
     RKOConv3d,
     RKOConvTranspose2d,
     RKOLinear,
 )
-from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.orthogonal.soc import SOCConv2d, SOCConvTranspose2d, SOCLinear
 from equipoise.nn.pooling import (
     DepthToSpace,
@@ -51,8 +47,6 @@ from equipoise.nn.rescaling import (
     AOLConv3d,
     AOLConvTranspose2d,
     AOLLinear,
-    RLBConv2d,
-    RLBLinear,
     SNConv1d,
     SNConv2d,
     SNConv3d,
@@ -84,8 +78,6 @@ __all__ = [
     "BetaAbs",
     "BjorckConv2d",
     "BjorckLinear",
-    "CHORDConv2d",
-    "CHORDLinear",
     "CPLConv2d",
     "CPLLinear",
     "CayleyConv2d",
@@ -96,7 +88,6 @@ __all__ = [
     "DepthToSpace",
     "GroupSort",
     "HouseholderActivation",
-    "HouseholderLinear",
     "L2Attention",
     "L2NormPool2d",
     "LastLayerNormalised",
@@ -111,8 +102,6 @@ __all__ = [
     "RKOConv3d",
     "RKOConvTranspose2d",
     "RKOLinear",
-    "RLBConv2d",
-    "RLBLinear",
     "SLLConv2d",
     "SLLLinear",
     "SNConv1d",
@@ -128,8 +117,6 @@ __all__ = [
     "SRConv3d",
     "SRConvTranspose2d",
     "SRLinear",
-    "SandwichConv2d",
-    "SandwichLinear",
     "ScaledAvgPool2d",
     "ScaledGlobalAvgPool2d",
     "SpaceToDepth",

@@ -26,12 +26,12 @@ from equipoise.norms import spectral_norm
 Action = Literal["converted", "replaced", "kept", "left"]
 
 
-#: families with layers that replace a plain one; residual blocks and sandwich layers, which hold an activation, do not
+#: families with layers that replace a plain one; residual blocks, which hold an activation, do not
 _FAMILIES = {
     rescaling: ("SN", "AOL", "SR"),
-    cayley: ("Cayley", "BRO", "CHORD"),
+    cayley: ("Cayley", "BRO"),
     soc: ("SOC",),
-    polar: ("BCOP", "RKO", "Bjorck", "Householder"),
+    polar: ("BCOP", "RKO", "Bjorck"),
 }
 
 

@@ -8,7 +8,7 @@ W is known. Both may be tensors with a graph; then the constants are trained as 
 Everything is computed in float64, whatever the logits: constants of pairs are rounded up, and logits near the end of
 float32 do not overflow on the way.
 
-Losses of optimal transport (`kr`, `hinge`, `hkr`, `soft_hkr`, `tau_bce`): for 1-Lipschitz scores the difference of means is a
+Losses of optimal transport (`kr`, `hinge`, `hkr`): for 1-Lipschitz scores the difference of means is a
 lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1)` with labels ±1 or 0 and 1 for two
 distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
@@ -196,37 +196,6 @@ def gloro(
     return functional.cross_entropy(_with_bottom(wide, epsilon, lipschitz, weight), y).to(z.dtype)
 
 
-def gloro_trades(
-    z: Tensor,
-    y: Tensor,
-    epsilon: float,
-    lipschitz: Tensor | float = 1.0,
-    weight: Tensor | None = None,
-    beta: float = 1.2,
-) -> Tensor:
-    """`CE(z, y) + β·KL(p ‖ p_⊥)`: accuracy, plus what the class ⊥ takes from the prediction (p has probability 0 at ⊥).
-
-    Args:
-        z: logits (batch, classes), or scores.
-        y: labels.
-        epsilon: the radius to certify.
-        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
-        weight: of the last layer, for constants of pairs.
-        beta: weight of the second term.
-
-    Reference: Leino, Wang, Fredrikson (2021), appendix (the TRADES-like variant).
-
-    >>> z, y = torch.tensor([[3.0, 0.0]]), torch.tensor([0])
-    >>> bool(gloro_trades(z, y, 0.5) > functional.cross_entropy(z, y))
-    True
-    """
-    wide = _checked(z, y)
-    log_p = wide.log_softmax(1)
-    log_q = _with_bottom(wide, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
-    divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
-    return (functional.cross_entropy(wide, y) + beta * divergence).to(z.dtype)
-
-
 def emma(
     z: Tensor,
     y: Tensor,
@@ -378,67 +347,9 @@ def hkr(z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0, reduction
     >>> round(float(hkr(z, y, alpha=0.5)), 4), round(float(hkr(-z, y, alpha=0.5)), 4)
     (-2.0, 3.25)
     """
-    _share(alpha)
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha must lie in [0, 1], got {alpha}")
     return alpha * hinge(z, y, margin, reduction) - (1 - alpha) * kr(z, y, reduction)
-
-
-def soft_hkr(
-    z: Tensor,
-    y: Tensor,
-    alpha: float = 0.9,
-    margin: float = 1.0,
-    temperature: float = 1.0,
-    reduction: Reduction = "mean",
-) -> Tensor:
-    """`hkr` of the right class against its rivals, each weighted by how close it is: `π = softmax_{k≠y}(z/t)`, a constant.
-
-        α(max(0, m/2 − z_y) + Σ_k π_k·max(0, m/2 + z_k)) − (1 − α)(z_y − Σ_k π_k·z_k)
-
-    With many classes the mean over rivals hardly sees the one that matters. t → ∞ is the mean, t → 0 the closest rival.
-
-    Args:
-        z: logits (batch, classes), or scores.
-        y: labels.
-        alpha: share of the hinge, in [0, 1].
-        margin: of the hinge.
-        temperature: t.
-        reduction: "mean", "sum" or "none".
-
-    >>> z, y = torch.tensor([[1.0, 0.0, -5.0]]), torch.tensor([0])
-    >>> round(float(soft_hkr(z, y, alpha=0.0, temperature=0.01)), 4)
-    -1.0
-
-    Reference: Béthune et al. (2022), Pay attention to your loss; the soft variant is deel-torchlip's.
-    """
-    _share(alpha)
-    _positive(margin)
-    _positive(temperature, "temperature")
-    score = _checked(z, y)
-    rivals = (score.detach() / temperature).masked_fill(one_hot(z, y).bool(), -math.inf).softmax(1)
-    right = _own(score, y)
-    hinges = functional.relu(margin / 2 - right) + (rivals * functional.relu(margin / 2 + score)).sum(1)
-    parts = alpha * hinges - (1 - alpha) * (right - (rivals * score).sum(1))
-    return _reduced(parts, reduction).to(z.dtype)
-
-
-def tau_bce(z: Tensor, y: Tensor, tau: float = 1.0, reduction: Reduction = "mean") -> Tensor:
-    """Binary cross-entropy at the scale of a Lipschitz score, `log(1 + e^(−τ·s·z))/τ`: large τ makes small margins worth having.
-
-    Args:
-        z: logits (batch, classes), or scores.
-        y: labels.
-        tau: scale.
-        reduction: "mean", "sum" or "none".
-
-    >>> round(float(tau_bce(torch.tensor([0.0]), torch.tensor([1]), tau=10.0)), 4)
-    0.0693
-
-    Reference: Béthune et al. (2022), Pay attention to your loss.
-    """
-    _positive(tau, "tau")
-    if not _one_score(z):
-        raise InputError(f"tau_bce takes one score per example, got {tuple(z.shape)}; cross-entropy is for classes")
-    return _reduced(functional.softplus(-tau * _signs(z, y) * widened(z).flatten()) / tau, reduction).to(z.dtype)
 
 
 def _one_score(z: Tensor) -> bool:
@@ -502,11 +413,6 @@ def _positive(value: float, name: str = "margin") -> None:
         raise InputError(f"{name} must be positive, got {value}")
 
 
-def _share(alpha: float) -> None:
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha must lie in [0, 1], got {alpha}")
-
-
 def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
     require_one_of(get_args(Reduction), reduction=reduction)
     return parts if reduction == "none" else getattr(parts, reduction)()
@@ -535,13 +441,11 @@ LOSSES = {
     "margin_hinge": margin_hinge,
     "lmt": lipschitz_margin,
     "gloro": gloro,
-    "gloro_trades": gloro_trades,
     "emma": emma,
     "la": logit_annealing,
     "hkr": hkr,
-    "soft_hkr": soft_hkr,
 }
-MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma", "la")
+MARGIN_LOSSES = ("lmt", "gloro", "emma", "la")
 
 
 @dataclass

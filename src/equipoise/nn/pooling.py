@@ -228,25 +228,3 @@ class SpatialShift(Described):
 
 #: where the groups of channels go: down, right
 _DIRECTIONS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
-
-
-class FirstFeatures(Described):
-    """The first `features` entries of (batch, n): a contraction, the plainest way from wide features to logits.
-
-    >>> import torch
-    >>> FirstFeatures(2)(torch.arange(4.0)[None])
-    tensor([[0., 1.]])
-    """
-
-    __constants__ = ("features",)
-    lipschitz_upper = by_construction(1.0)
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.features = features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The first features."""
-        if x.shape[-1] < self.features:
-            raise InputError(f"{x.shape[-1]} features are fewer than {self.features}")
-        return x[..., : self.features]

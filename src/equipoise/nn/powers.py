@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +31,6 @@ _Table = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
 _WAVES = 2**26
 #: ratio of the largest and the smallest row of T up to which float32 holds the gradient's digits
 _SPREAD = 2.0**24
-#: from this many rows a Gram matrix is computed as a block triangle
-_BLOCKED = 256
 
 
 def _waves(kind: str, reach: Reach, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +135,12 @@ def _kernel_gradient(gA: Tensor, history: list[list[Tensor]], reach: Reach) -> T
     return 2 * taps.movedim(0, 3)
 
 
-def _matrix_powers(W: Tensor, t: int, gram: Any) -> _Table:
+def _matrix_powers(W: Tensor, t: int) -> _Table:
     """Of matrices `(g, m, n)`, with their Gram matrices in float64."""
-    G, log2, e = _tamed(gram(W.double())[None], 0.0)
+    wide = W.double()
+    gram = wide.mT @ wide
+    gram = gram.tril() + gram.tril(-1).mT  # symmetric to the last bit: weighted row sums are then column sums
+    G, log2, e = _tamed(gram[None], 0.0)
     history = [[W, torch.exp2(-e)]]
     for _ in range(t - 1):
         before = G
@@ -190,7 +190,7 @@ def powers(K: Tensor, t: int) -> Powers:
         if taps:
             T, log2, A, history = _kernel_powers(K.double(), t)
         else:
-            T, log2, A, history = _matrix_powers(K.reshape(K.shape[:3]), t, symmetric_gram)
+            T, log2, A, history = _matrix_powers(K.reshape(K.shape[:3]), t)
     rows = T.sum(-1)
     lengths = rows[rows > 0]
     even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
@@ -215,7 +215,7 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
         return T, log2
     W = whole.reshape(*K.shape[:3])
     if t == 1 or W.shape[-2] >= W.shape[-1]:
-        T, log2, _, _ = _matrix_powers(W, t, lambda V: V.mT @ V)
+        T, log2, _, _ = _matrix_powers(W, t)
         return T, log2
     H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
     Z, z = H @ W, h
@@ -257,18 +257,3 @@ def refuse_large(K: Tensor, t: int) -> None:
             f"{t} steps of spectral rescaling of a kernel of {tuple(K.shape[3:])} taps need a table of {points}² waves, "
             f"more than {_WAVES}; use fewer steps t, or 'sn', 'aol' or 'bcop'"
         )
-
-
-def symmetric_gram(W: Tensor) -> Tensor:
-    """`WᵀW` of `(..., m, n)`, symmetric to the last bit; of many columns the lower triangle of blocks only, mirrored."""
-    n = W.shape[-1]
-    step = n if n < _BLOCKED else -(-n // 4)
-    G = W.new_empty(*W.shape[:-2], n, n)
-    for first in range(0, n, step):
-        last = min(n, first + step)
-        block = W[..., first:last].mT @ W[..., :last]
-        own = block[..., first:]
-        block[..., first:] = own.tril() + own.tril(-1).mT
-        G[..., first:last, :last] = block
-        G[..., :first, first:last] = block[..., :first].mT
-    return G

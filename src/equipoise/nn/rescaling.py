@@ -1,4 +1,4 @@
-"""Rescaling: W·R with a diagonal R (AOL, SR) or a number (SN, RLB), so that the norm is at most 1.
+"""Rescaling: W·R with a diagonal R (AOL, SR) or a number (SN), so that the norm is at most 1.
 
 If `(WᵀW)^p ⪯ D` for a diagonal D ≥ 0 and p = 2^(t−1), then `WᵀW ⪯ D^(1/p)` (Löwner–Heinz), hence `‖W·D^(−1/2p)‖ ≤ 1`. Diagonal
 dominance gives such a D, for every q > 0:
@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
@@ -355,41 +355,6 @@ class AOL(SR):
         super().__init__(geometry, 1, False, side, **factory)
 
 
-class RLB(SN):
-    """LiResNet's linear residual block `(I + Q)/σ(I + Q)`: the norm of the whole map, not 1 + ‖Q‖.
-
-    Q is the raw kernel; the identity is added at its central tap, so the result is one plain layer. Options as in `SN`.
-
-    >>> W = RLB(Geometry((2, 2)))(torch.zeros(2, 2))
-    >>> [[round(x, 4) for x in row] for row in W.tolist()]
-    [[0.9986, 0.0], [0.0, 0.9986]]
-
-    Reference: Hu et al. 2023 (LiResNet).
-    """
-
-    kinds = (nn.Linear, nn.Conv2d)
-
-    @classmethod
-    def check(cls, geometry: Geometry) -> None:
-        """As many outputs as inputs, stride 1, a central tap."""
-        super().check(geometry)
-        inputs = geometry.shape[1] * geometry.groups
-        if geometry.shape[0] != inputs:
-            raise Refused(f"I + Q needs as many outputs as inputs, got {geometry.shape[0]} and {inputs}")
-        if any(s != 1 for s in geometry.stride) or any(k % 2 == 0 for k in geometry.shape[2:]):
-            raise Refused(
-                f"I + Q needs stride 1 and a central tap, got stride {geometry.stride}, kernel size {geometry.shape[2:]}"
-            )
-
-    def construct(self, raw: Tensor) -> Tensor:
-        """`(I + Q)/σ`."""
-        geometry = self.geometry
-        identity = torch.eye(geometry.shape[1], dtype=raw.dtype, device=raw.device).repeat(geometry.groups, 1)
-        for k in geometry.shape[2:]:
-            identity = nn.functional.pad(identity[..., None], (k // 2, k // 2))
-        return super().construct(raw + identity)
-
-
 class SNLinear(Parametrized, nn.Linear):
     """`nn.Linear` over an upper bound of its norm, see `SN`."""
 
@@ -478,15 +443,3 @@ class SRConvTranspose2d(Parametrized, nn.ConvTranspose2d):
     """`nn.ConvTranspose2d` by spectral rescaling, see `SR`."""
 
     parametrization = SR
-
-
-class RLBLinear(Parametrized, nn.Linear):
-    """A dense linear residual block `(I + Q)/σ`, see `RLB`."""
-
-    parametrization = RLB
-
-
-class RLBConv2d(Parametrized, nn.Conv2d):
-    """A convolutional linear residual block `(I + Q)/σ`, see `RLB`."""
-
-    parametrization = RLB

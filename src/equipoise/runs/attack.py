@@ -13,8 +13,7 @@ import torch
 from scipy.special import betainc
 from torch import Tensor
 
-from equipoise.attacks import AttackResult, pgd, smooth_pgd
-from equipoise.attacks.pgd import overtaken
+from equipoise.attacks import AttackResult, overtaken, pgd, smooth_pgd
 from equipoise.core.bounds import format_down
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import InputId, Inputs, Item, Selection

@@ -92,10 +92,6 @@ def _require_sound(settings: Settings, row: Procedure, lipschitz: Any, target: f
             )
         if target is not None and not target > 0:
             raise InputError(f"the target radius must be a positive number, got {target}")
-        if target is not None and settings.target_radius is None:
-            raise Refused(
-                "this run stopped at a share of the final radius, not at a target radius: there is none to change"
-            )
     elif target is not None:
         raise InputError("target_radius belongs to adaptive runs; for certified accuracy at ε give epsilon")
     if scores_only and not settings.soft:
@@ -114,7 +110,7 @@ def _votes(settings: Settings, rows: list[Row], row: Procedure, target: float | 
     if row.ties and not settings.adaptive:
         ties = np.stack([tie_breaks(settings.seed or 0, r.id) for r in rows])
     votes = Votes(selection, estimation, draws, ties)
-    return Stopped(votes, settings.n, target or settings.target_radius) if settings.adaptive else votes
+    return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
 
 
 def _scores(settings: Settings, rows: list[Row], row: Procedure, network: float | None) -> Scores:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.attacks.pgd import checked_logits
+from equipoise.attacks import checked_logits
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.inputs import Inputs, Item, check_label

@@ -63,7 +63,6 @@ class Settings(Document):
         map: of soft procedures: "global" (calibrated once, on 32 inputs), "per-input", or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
-        relative: adaptive: stop within this share of the radius that n draws could still give.
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise: "grid" (exact integers) or "float"; None: the grid for 8-bit data.
         cells: points per unit of the grid.
@@ -92,7 +91,6 @@ class Settings(Document):
     map: str | None = None
     lipschitz: NonNegative | Literal["auto"] | None = None
     target_radius: Positive | None = None
-    relative: Share | None = None
     nonfinite: Literal["refuse", "miss"] = "refuse"
     noise: NoiseName | None = None
     cells: Positive | None = None
@@ -139,8 +137,6 @@ class Settings(Document):
                 "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
                 "--noise float, whose gap the certificates state"
             )
-        if self.target_radius is not None and self.relative is not None:
-            raise InputError("give either target_radius or relative, not both")
         if self.adaptive and procedure.soft and not procedure.hard:
             raise Refused(
                 f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure (cohen)"
@@ -174,7 +170,7 @@ class Settings(Document):
     @property
     def adaptive(self) -> bool:
         """Whether inputs stop as soon as their answer is certain."""
-        return self.target_radius is not None or self.relative is not None
+        return self.target_radius is not None
 
     @property
     def soft(self) -> bool:

@@ -181,8 +181,7 @@ class SampledWorker(Worker):
         outcome = certify_adaptive(
             self.counter,
             x[None],
-            target_radius=settings.target_radius,
-            relative=settings.relative,
+            settings.target_radius or 0.0,
             n0=settings.n0,
             n_max=settings.n,
             alpha=settings.alpha,

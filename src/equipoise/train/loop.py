@@ -26,7 +26,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line,
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
-from equipoise.regularizers.flatness import frozen_statistics
+from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, random_parts, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State

@@ -177,11 +177,9 @@ LOSSES: dict[str, Callable[..., Task]] = {
     "margin": _plain_loss(losses.margin_hinge, epsilon=1.0, lipschitz=1.0),
     "lmt": _radius_loss(losses.lipschitz_margin, temperature=1.0),
     "gloro": _radius_loss(losses.gloro),
-    "gloro-trades": _radius_loss(losses.gloro_trades, beta=1.2),
     "emma": _radius_loss(losses.emma, temperature=1.0),
     "la": _radius_loss(losses.logit_annealing, 0.0, temperature=0.75, offset=2.0, gamma=5.0),
     "hkr": _plain_loss(losses.hkr, alpha=0.9, margin=1.0),
-    "soft-hkr": _plain_loss(losses.soft_hkr, alpha=0.9, margin=1.0, temperature=1.0),
 }
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError, did_you_mean
 from equipoise.core.files import resolve
 from equipoise.data import augment
-from equipoise.nn.models import LipschitzGPT
 from equipoise.optim import SpectralGuard
 from equipoise.regularizers.decay import ActivationDecay
 from equipoise.regularizers.noise import input_gradient_penalty
@@ -155,9 +154,10 @@ def guard(
     """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
     chosen = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
-        if not isinstance(context.model, LipschitzGPT):
-            raise InputError("guard: say the radius; only lipschitz_gpt, which is built for a constant, has its own")
-        radius = context.model.radii(tolerance)
+        own: Any = getattr(context.model, "radii", None)
+        if own is None:
+            raise InputError("guard: say the radius; this model has no method radii(tolerance) of its own")
+        radius = own(tolerance)
         chosen["only"] = nn.Linear
     keeper = SpectralGuard(context.model, radius, tolerance=tolerance, example_input=context.example, **chosen)
     return Term(keeper.step, keeper)

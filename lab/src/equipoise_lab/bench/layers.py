@@ -2,8 +2,8 @@
 
 A training step is forward and backward, the effective weight included; evaluation is the exported layer without
 gradients. Ratios are medians of rounds in which all contestants take turns. Other libraries' layers run beside ours
-where they are installed. Cayley and Sandwich run with zero padding (a larger circle) and on the circle of the image, which is
-what their authors' layers do.
+where they are installed. Cayley runs with zero padding (a larger circle) and on the circle of the image, which is
+what its authors' layer does.
 """
 
 import importlib
@@ -19,8 +19,7 @@ from equipoise.maps.geometry import Geometry
 from equipoise.nn import convert
 from equipoise.nn.convert import methods
 from equipoise.nn.orthogonal.frequency import FrequencyConv2d
-from equipoise.nn.orthogonal.sandwich import SandwichConv2d
-from equipoise.nn.rescaling import AOL, SN, SR, RLBConv2d
+from equipoise.nn.rescaling import AOL, SN, SR
 from equipoise.nn.residual import CPLConv2d, SLLConv2d
 from equipoise_lab.bench.norms import Goal, Row, Section, real_kernels
 from equipoise_lab.timing import take_turns
@@ -47,15 +46,12 @@ LAYERS: dict[str, tuple[Maker, float | None]] = {
     "RKO": (conv("rko"), 1.35),
     "Björck": (conv("bjorck"), None),
     "BCOP": (conv("bcop"), 1.35),
-    "RLB": (lambda c: RLBConv2d(c, c, 3, padding=1), None),
     "CPL": (lambda c: CPLConv2d(c, kernel_size=3), 2.2),
     "SLL AOL": (lambda c: SLLConv2d(c, kernel_size=3), 2.2),
     "SLL SR": (lambda c: SLLConv2d(c, kernel_size=3, rescaling="sr"), 2.2),
     "Cayley": (conv("cayley"), 4.0),
     "Cayley, circular": (conv("cayley", padding_mode="circular"), 4.0),
     "SOC": (conv("soc"), 4.5),
-    "Sandwich": (lambda c: SandwichConv2d(c, c, 3, padding=1), 8.0),
-    "Sandwich, circular": (lambda c: SandwichConv2d(c, c, 3, padding=1, padding_mode="circular"), 8.0),
 }
 
 #: contestant → (module, class, arguments) of other libraries, tried where they are installed
@@ -102,7 +98,7 @@ def evaluate(layer: nn.Module, x: Tensor) -> Tensor:
 
 def exported(layer: nn.Module, size: int) -> nn.Module:
     """The plain form, for one image size where the weights depend on it."""
-    if isinstance(layer, FrequencyConv2d | SandwichConv2d):
+    if isinstance(layer, FrequencyConv2d):
         return layer.export((size, size)).eval()
     return convert.plain(layer)[0].eval()
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from equipoise.functional import gram_norm
-from equipoise.nn.models import lipschitz_gpt
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.optim import SpectralGuard
 from equipoise.regularizers import ActivationDecay, SpectralPenalty
 from equipoise_lab.bench.norms import Goal, Layer, Row, Section, gradient_memory
 from equipoise_lab.bench.norms import resnet18 as resnet18_layers
-from equipoise_lab.models import resnet18
+from equipoise_lab.models import lipschitz_gpt, resnet18
 from equipoise_lab.timing import peak_bytes, take_turns
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 from equipoise_lab.fuzz.writing import Bench, Row
 
 #: layers of our own with a weight
-CONVOLUTIONS = ("SN", "AOL", "SR", "RKO", "BCOP", "SOC", "Cayley", "Sandwich")
-DENSE = ("SN", "AOL", "SR", "Bjorck", "Cayley", "Householder", "Sandwich", "RKO", "SOC")
+CONVOLUTIONS = ("SN", "AOL", "SR", "RKO", "BCOP", "SOC", "Cayley", "BRO")
+DENSE = ("SN", "AOL", "SR", "Bjorck", "Cayley", "BRO", "RKO", "SOC")
 
 
 def _linear(b: Bench, v: str, t: Tensor) -> str:

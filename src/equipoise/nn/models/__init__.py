@@ -7,14 +7,10 @@ from typing import Any
 from torch import nn
 
 from equipoise.core.errors import InputError
-from equipoise.nn.models.gpt import LipschitzGPT, lipschitz_gpt
 from equipoise.nn.models.lipschitz import (
     bronet,
     lipschitz_cnn,
     liresnet,
-    orthogonal_cnn,
-    sandwich_cnn,
-    sandwich_mlp,
     sll,
     sll_large,
     sll_medium,
@@ -39,9 +35,6 @@ LIPSCHITZ: dict[str, Builder] = {
     "bronet": bronet,
     "liresnet": liresnet,
     "lipschitz_cnn": lipschitz_cnn,
-    "orthogonal_cnn": orthogonal_cnn,
-    "sandwich_cnn": sandwich_cnn,
-    "sandwich_mlp": sandwich_mlp,
 }
 #: all builders by name
 MODELS: dict[str, Builder] = {**PLAIN, **LIPSCHITZ}
@@ -93,4 +86,4 @@ def input_shape(name: str, **arguments: Any) -> tuple[int, ...]:
     return int(values["in_channels"]), int(height), int(width)
 
 
-__all__ = ["LIPSCHITZ", "MODELS", "PLAIN", "LipschitzGPT", "build", "factory", "input_shape", "lipschitz_gpt", *MODELS]
+__all__ = ["LIPSCHITZ", "MODELS", "PLAIN", "build", "factory", "input_shape", *MODELS]

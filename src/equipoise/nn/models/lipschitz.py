@@ -17,34 +17,29 @@ from equipoise.nn.activations import activation as activation_named
 from equipoise.nn.convert import methods
 from equipoise.nn.models.plain import Normalise, Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CayleyLinear, CHORDConv2d, CHORDLinear
-from equipoise.nn.orthogonal.polar import BCOPConv2d, RKOLinear
-from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
-from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
+from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CayleyLinear
+from equipoise.nn.orthogonal.polar import BCOPConv2d
+from equipoise.nn.pooling import PadChannels, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.residual import CPLConv2d, Residual, SLLConv2d, SLLLinear
 from equipoise.nn.wrappers import Lipschitz, Mirrored
 
-Head = Literal["sr", "aol", "lln", "first"]
-Block = Literal["rlb", "bro", "chord"]
+Head = Literal["sr", "aol", "lln"]
 Activation = Callable[[], nn.Module]
 
 _HEADS: dict[str, Callable[[int, int], nn.Module]] = {
     "sr": partial(rescalings.SRLinear, side="input"),
     "aol": partial(rescalings.AOLLinear, side="input"),
     "lln": LastLayerNormalised,
-    "first": lambda features, classes: FirstFeatures(classes),
 }
 
 
 def _network(layers: Sequence[nn.Module], head: str, features: int, classes: int, constant: float) -> nn.Module:
-    """The layers and a last one: `sr` and `aol` keep the logits 1-Lipschitz, `first` takes the first features.
+    """The layers and a last one: `sr` and `aol` keep the logits 1-Lipschitz.
 
     With `lln`, rows of norm 1, every logit is 1-Lipschitz, the vector of them up to ‖Ŵ‖: certify by pairs
     (`smoothing.margins.margin_radius(weight=…)`).
     """
     require_one_of(_HEADS, head=head)
-    if head == "first" and features < classes:
-        raise InputError(f"{features} features are too few for {classes} classes; use another head or more channels")
     network = nn.Sequential(*layers, _HEADS[head](features, classes))
     return network if constant == 1 else Lipschitz(constant, network)
 
@@ -117,7 +112,7 @@ def sll(
         pool: side of the pooling windows.
         rescaling: "aol", or "sr" for spectral rescaling.
         t: steps of spectral rescaling.
-        head: the last layer: sr, aol, lln or first.
+        head: the last layer: sr, aol or lln.
         constant: Lipschitz constant of the network.
         threshold: the bias of the blocks starts at minus this.
 
@@ -150,116 +145,6 @@ sll_large = partial(sll, depth=50, channels=90, kernel_size=5, dense_depth=10, h
 sll_xlarge = partial(sll, depth=70, channels=120, kernel_size=5, dense_depth=15, hidden=2048)
 
 
-def orthogonal_cnn(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    channels: Sequence[int] = (16, 32),
-    hidden: int = 128,
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """A small gradient-norm-preserving network: BCOP convolutions, MaxMin, space-to-depth, orthogonal dense layers.
-
-    Args:
-        num_classes: number of logits.
-        in_channels: channels of the images.
-        input_size: their height and width, or one number for both.
-        channels: of the convolutions.
-        hidden: width of the dense layers.
-        head: the last layer: sr, aol, lln or first.
-        constant: Lipschitz constant of the network.
-
-    Reference: Li et al. (2019), Preventing gradient attenuation in Lipschitz constrained convolutional networks.
-
-    >>> import torch
-    >>> orthogonal_cnn(in_channels=1, input_size=8, channels=(4, 8), hidden=16)(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    """
-    height, width = _halved(input_size, len(channels))
-    layers: list[nn.Module] = []
-    features = in_channels
-    for out in channels:
-        layers += [BCOPConv2d(features, out, 3, padding=1), MaxMin(), SpaceToDepth(2)]
-        features = 4 * out
-    pixels = height * width // 4 ** len(channels)
-    layers += [nn.Flatten(), RKOLinear(features * pixels, hidden), MaxMin()]
-    return _network(layers, head, hidden, num_classes, constant)
-
-
-def sandwich_cnn(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    channels: Sequence[int] = (16, 32),
-    hidden: int = 128,
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """A small network of sandwich layers, `constant`-Lipschitz: what Lipschitz-aware smoothing is tried on.
-
-    Every sandwich layer holds its ReLU; convolutions halve the image by their stride.
-
-    Args:
-        num_classes: number of logits.
-        in_channels: channels of the images.
-        input_size: their height and width, or one number for both.
-        channels: of the convolutions.
-        hidden: width of the dense layers.
-        head: the last layer: sr, aol, lln or first.
-        constant: Lipschitz constant of the network.
-
-    Reference: Wang, Manchester (2023), Direct parameterization of Lipschitz-bounded deep networks.
-
-    >>> import torch
-    >>> sandwich_cnn(in_channels=1, input_size=8, channels=(4,), hidden=16, constant=2.0)(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    """
-    height, width = _halved(input_size, len(channels))
-    layers: list[nn.Module] = []
-    features = in_channels
-    for out in channels:
-        layers.append(SandwichConv2d(features, out, 3, stride=2, padding=1))
-        features = out
-    pixels = height * width // 4 ** len(channels)
-    layers += [nn.Flatten(), SandwichLinear(features * pixels, hidden)]
-    return _network(layers, head, hidden, num_classes, constant)
-
-
-def sandwich_mlp(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 1,
-    input_size: Size = 8,
-    widths: Sequence[int] = (128, 128),
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """Dense sandwich layers, `constant`-Lipschitz.
-
-    Args:
-        num_classes: number of logits.
-        in_channels: channels of the images.
-        input_size: their height and width, or one number for both.
-        widths: of the hidden layers.
-        head: the last layer: sr, aol, lln or first.
-        constant: Lipschitz constant of the network.
-
-    >>> import torch
-    >>> sandwich_mlp(widths=(16,))(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    """
-    height, width = pair(input_size)
-    layers: list[nn.Module] = [nn.Flatten()]
-    features = in_channels * height * width
-    for size in widths:
-        layers.append(SandwichLinear(features, size))
-        features = size
-    return _network(layers, head, features, num_classes, constant)
-
-
 def liresnet(
     *,
     num_classes: int = 10,
@@ -271,16 +156,14 @@ def liresnet(
     hidden: int = 512,
     head: Head = "lln",
     constant: float = 1.0,
-    block: Block = "rlb",
-    dense: Block = "rlb",
+    block: Literal["residual", "bro"] = "residual",
     rank: float = 0.5,
 ) -> nn.Module:
     """LiResNet: a strided stem, `depth` linear residual blocks with MaxMin, a strided neck, dense residual blocks, a
     last layer.
 
-    A block is `(I + Q)x/‖I + Q‖`, whose norm is taken of the whole map (`rlb`), the same made orthogonal (`chord`), or a block
-    reflector whose rank is this share of the width (`bro`): `bronet` has reflectors and CHORD dense layers. The default head
-    has rows of norm 1: certify by pairs.
+    A block is `(I + Q)x/‖I + Q‖`, whose norm is taken of the whole map: an SN layer that starts near the identity. `bro`
+    has block reflectors instead, as `bronet` does. The default head has rows of norm 1: certify by pairs.
 
     Args:
         num_classes: number of logits.
@@ -290,48 +173,50 @@ def liresnet(
         depth: number of convolutional blocks.
         dense_depth: number of dense blocks.
         hidden: width of the dense layers.
-        head: the last layer: sr, aol, lln or first.
+        head: the last layer: sr, aol or lln.
         constant: Lipschitz constant of the network.
-        block: kind of the convolutional blocks: rlb, chord or bro.
-        dense: kind of the dense blocks.
+        block: residual, or bro.
         rank: of block reflectors, as a share of the width.
 
-    Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet; Hu, Leino,
-    Wang, Fredrikson (2024), A recipe for improved certifiable robustness (CHORD); Lai, Huang, Kung, Chen (2025), Enhancing
-    certified robustness via block reflector orthogonal layers and logit annealing loss (BRONet).
+    Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet; Lai,
+    Huang, Kung, Chen (2025), Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss
+    (BRONet).
 
     >>> import torch
     >>> liresnet(in_channels=1, input_size=8, channels=8, depth=2, hidden=16)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
     height, width = _halved(input_size, 2)
-    require_one_of(_BLOCKS, block=block, dense=dense)
+    require_one_of(("residual", "bro"), block=block)
+    share = rank if block == "bro" else None
     features = channels * (height // 4) * (width // 4)
     layers: list[nn.Module] = [rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
     for _ in range(depth):
-        layers += [_BLOCKS[block][0](channels, channels, 3, padding=1, **_rank(block, rank, channels)), MaxMin()]
+        layers += [_residual(channels, share, 3), MaxMin()]
     layers += [rescalings.SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]
     layers += [rescalings.SNLinear(features, hidden), MaxMin()]
     for _ in range(dense_depth):
-        layers += [_BLOCKS[dense][1](hidden, hidden, **_rank(dense, rank, hidden)), MaxMin()]
+        layers += [_residual(hidden, share), MaxMin()]
     return _network(layers, head, hidden, num_classes, constant)
 
 
-#: BRONet: block reflectors, and CHORD dense layers
-bronet = partial(liresnet, block="bro", dense="chord")
+#: BRONet: block reflectors
+bronet = partial(liresnet, block="bro")
 
 
-#: blocks of a LiResNet: (convolution, dense layer)
-_BLOCKS: dict[str, tuple[Any, Any]] = {
-    "rlb": (rescalings.RLBConv2d, rescalings.RLBLinear),
-    "chord": (CHORDConv2d, CHORDLinear),
-    "bro": (BROConv2d, BROLinear),
-}
-
-
-def _rank(block: str, share: float, width: int) -> dict[str, int]:
-    """The rank of a reflector, as a share of the width."""
-    return {"rank": max(1, round(share * width))} if block == "bro" else {}
+def _residual(width: int, rank: float | None = None, kernel: int | None = None) -> nn.Module:
+    """A block of a LiResNet, dense without a kernel size: `I + Q` over its norm, or a block reflector."""
+    sizes = (width, width) if kernel is None else (width, width, kernel, 1, kernel // 2)
+    if rank is not None:
+        reflector: Any = BROLinear if kernel is None else BROConv2d
+        return reflector(*sizes, rank=max(1, round(rank * width)))
+    normed: Any = rescalings.SNLinear if kernel is None else rescalings.SNConv2d
+    block: nn.Module = normed(*sizes)
+    with torch.no_grad():
+        raw = block.parametrizations["weight"].original  # type: ignore[union-attr, index]
+        centre = raw if kernel is None else raw[..., kernel // 2, kernel // 2]
+        centre.diagonal().add_(1)
+    return block
 
 
 #: `(channels, activation) → layers` that keep the number of channels: blocks with an activation or a skip of their own
@@ -339,8 +224,7 @@ BLOCKS: dict[str, Callable[[int, Activation], list[nn.Module]]] = {
     "sll-aol": lambda c, act: [isometric(SLLConv2d(c))],
     "sll-sr": lambda c, act: [isometric(SLLConv2d(c, rescaling="sr"))],
     "cpl": lambda c, act: [CPLConv2d(c)],
-    "liresnet": lambda c, act: [rescalings.RLBConv2d(c, c, 3, padding=1), act()],
-    "sandwich": lambda c, act: [SandwichConv2d(c, c, 3, padding=1)],
+    "liresnet": lambda c, act: [_residual(c, kernel=3), act()],
 }
 
 
@@ -385,7 +269,7 @@ def lipschitz_cnn(
         depths: layers per stage.
         hidden: width of the dense layers.
         activation: its name, see `nn.activations.ACTIVATIONS`.
-        head: the last layer: sr, aol, lln or first.
+        head: the last layer: sr, aol or lln.
         mean: subtracted per channel, as part of the network.
         mirrored: whether features are averaged over the image and its mirror image in evaluation.
         constant: Lipschitz constant of the network.

@@ -1,1 +1,1 @@
-"""Orthogonal layers (Cayley, BRO, CHORD, SOC, BCOP, RKO, Björck, Householder) and sandwich layers: 1-Lipschitz throughout."""
+"""Orthogonal layers (Cayley, BRO, SOC, BCOP, RKO, Björck): 1-Lipschitz throughout."""

@@ -1,16 +1,15 @@
-"""Orthogonal transforms of raw matrices, dense and at every frequency of an image: Cayley, block reflectors, Cholesky.
+"""Orthogonal transforms of raw matrices, dense and at every frequency of an image: Cayley and block reflectors.
 
 Cayley: for `Z = X − X* + Y*Y` the matrix I + Z is invertible (its Hermitian part is at least I), and the block column
 
     C(X, Y) = [ 2(I + Z)⁻¹ − I ;  −2Y(I + Z)⁻¹ ]
 
 has orthonormal columns. BRO: `W = I − 2V(V*V)⁻¹V*` is unitary and Hermitian for every V of full column rank: the reflection on
-the complement of its range; rectangular layers take its first rows or columns. CHORD: for `A = I + Q` with `A*A = LL*` the
-matrix `W = A·L⁻*` has orthonormal columns. Nothing rests on the rank: `δI` is added to V*V and A*A, which leaves contractions.
+the complement of its range; rectangular layers take its first rows or columns. Nothing rests on the rank: `δI` is
+added to V*V, which leaves a contraction.
 
 References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023, §4 (Cayley); Lai, Huang, Kung, Chen 2025,
-Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss (BRO); Hu, Leino, Wang, Fredrikson
-2024, A recipe for improved certifiable robustness: capacity and data (CHORD, there for dense layers).
+Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss (BRO).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from equipoise.nn.orthogonal.frequency import (
     FrequencyConv2d,
     capped,
     contracted,
-    inverse,
     symbol,
 )
 from equipoise.nn.orthogonal.polar import project_to_contraction
@@ -60,7 +58,7 @@ def blocks(Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         Y: rest of the column.
     """
     identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
-    V = inverse(Z + Y.mH @ Y if Y.shape[-2] else Z)
+    V = torch.linalg.inv_ex(Z + Y.mH @ Y if Y.shape[-2] else Z)[0]
     return torch.add(-identity, V, alpha=2), (-2 * Y) @ V
 
 
@@ -89,18 +87,6 @@ def reflector(V: Tensor, rows: int) -> Tensor:
     solved = torch.linalg.solve_ex(_gram(V), V.mH)[0]
     identity = torch.eye(rows, V.shape[-2], dtype=V.dtype, device=V.device)
     return identity - 2 * (V[..., :rows, :] @ solved)
-
-
-def cholesky_columns(A: Tensor) -> Tensor:
-    """`A·L⁻*` with `LL* = A*A + δI`, A (…, m ≥ n, n): columns that are orthonormal where A has full rank, else shorter.
-
-    >>> W = cholesky_columns(torch.tensor([[3.0], [4.0]], dtype=torch.float64))
-    >>> W.round(decimals=6).flatten().tolist()
-    [0.6, 0.8]
-    """
-    A = _sized(A)
-    L = torch.linalg.cholesky_ex(_gram(A))[0]
-    return torch.linalg.solve_triangular(L, A.mH, upper=False).mH
 
 
 def _sized(V: Tensor) -> Tensor:
@@ -182,28 +168,6 @@ class BRO(Parametrization):
         return W if out <= ins else W.mT
 
 
-class CHORD(Parametrization):
-    """`W = A·L⁻ᵀ` with `A = I + raw` and `LLᵀ = AᵀA` (of the transpose where it is wide): a residual layer made orthogonal.
-
-    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns where A has full rank.
-
-    >>> W = CHORDLinear(6, 4).weight
-    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
-    True
-    """
-
-    kinds = (nn.Linear,)
-    instead = "use CHORDConv2d"
-
-    def construct(self, raw: Tensor) -> Tensor:
-        """The weight."""
-        (Q,) = capped(raw.double(), taps=1, channels=min(raw.shape))
-        A = Q + torch.eye(*raw.shape, dtype=Q.dtype, device=raw.device)
-        wide = A.shape[0] < A.shape[1]
-        W = project_to_contraction(cholesky_columns(A.mT if wide else A).mT, raw.dtype).to(raw.dtype)
-        return W if wide else W.mT
-
-
 class CayleyLinear(Parametrized, nn.Linear):
     """`nn.Linear` as a Cayley transform, see `Cayley`."""
 
@@ -214,12 +178,6 @@ class BROLinear(Parametrized, nn.Linear):
     """`nn.Linear` as a block reflector, see `BRO`."""
 
     parametrization = BRO
-
-
-class CHORDLinear(Parametrized, nn.Linear):
-    """`nn.Linear` as an orthogonalised residual, see `CHORD`."""
-
-    parametrization = CHORD
 
 
 class CayleyConv2d(FrequencyConv2d):
@@ -298,32 +256,3 @@ class BROConv2d(FrequencyConv2d):
         W = reflector(symbol(_sized(self.raw), size, frame.dilation), min(frame.out, frame.ins))
         W = contracted(W.to(torch.promote_types(self.raw.dtype, torch.complex64)))
         return (W if frame.out <= frame.ins else W.mH.resolve_conj(),)
-
-
-class CHORDConv2d(FrequencyConv2d):
-    """`nn.Conv2d` that is a residual `I + Q`, made orthogonal by Cholesky at every frequency of the image at hand.
-
-    Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular values
-    are 1 where I + Q has full rank; zero padding and stride are as in `CayleyConv2d`, and so is `export(input_size)`.
-
-    >>> layer = CHORDConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
-    >>> x = torch.randn(1, 4, 6, 6)
-    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
-    True
-    """
-
-    def build(self, plain: nn.Conv2d) -> None:
-        """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
-        coarse = nn.Conv2d(self.frame.ins, self.frame.groups * self.frame.out, self.frame.taps)
-        self.raw = nn.Parameter(coarse.weight.detach().to(plain.weight))
-
-    def compute(self, size: Size) -> Tensors:
-        """(weight,), the matrices of the half grid."""
-        frame = self.frame
-        (K,) = capped(self.raw.double(), taps=frame.taps[0] * frame.taps[1], channels=min(frame.out, frame.ins))
-        Q = symbol(K.reshape(frame.groups, frame.out, *K.shape[1:]), size, frame.dilation)
-        A = Q + torch.eye(frame.out, frame.ins, dtype=Q.dtype, device=Q.device)
-        wide = frame.out < frame.ins
-        W = cholesky_columns(A.mH if wide else A)
-        W = (W.mH if wide else W).resolve_conj()
-        return (contracted(W.to(torch.promote_types(self.raw.dtype, torch.complex64))),)

@@ -1,6 +1,6 @@
 """The geometry around layers that are square operators: `nn.Conv2d`'s arguments as what happens before and after one.
 
-SOC, Cayley and Sandwich convolutions map an image to one of the same size. Before it: space-to-depth for a stride,
+SOC, Cayley and BRO convolutions map an image to one of the same size. Before it: space-to-depth for a stride,
 zeros around the image. After it: the pixels that `nn.Conv2d` would return. Both are isometries or selections, so they
 do not enlarge distances. A transposed layer is the adjoint of such a thing: the steps in reverse, each transposed.
 """

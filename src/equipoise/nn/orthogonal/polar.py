@@ -48,10 +48,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.core.precision import gamma, unit_roundoff
+from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
-from equipoise.nn.powers import symmetric_gram
 
 #: singular values above this part of the largest are brought to 1 by `orthonormal`; smaller ones grow, and stay below 1
 SMALLEST = 1e-4
@@ -59,10 +58,6 @@ SMALLEST = 1e-4
 
 #: matrices with at most this many rows take all steps in float64: they cost nothing, and gradients keep their digits
 FEW_ROWS = 128
-
-
-#: largest loss of norm that the proof on the small side may cost: twice what rounding to float32 costs 512 rows
-COARSE = 4e-6
 
 
 def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Tensor:
@@ -119,9 +114,6 @@ class Polar(torch.autograd.Function):
     @staticmethod
     def forward(raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q, and what the gradient needs: Q with its digits, U, and s in the units of raw."""
-        large = by_gram(raw) if raw.dtype == torch.float32 and raw.shape[-2] > FEW_ROWS else None
-        if large is not None:
-            return large
         largest = raw.abs().amax((-2, -1), keepdim=True).double()
         scale = torch.where(largest > 0, largest, torch.ones_like(largest))
         W = raw.double() / scale
@@ -157,42 +149,6 @@ class Polar(torch.autograd.Function):
         Y = (C - C.mT) / (s[..., :, None] + s[..., None, :]) - C / s[..., :, None]
         S = (U / s[..., None, :]) @ U.mT
         return (S @ g + (U @ Y @ U.mT) @ Q).to(raw.dtype)
-
-
-def by_gram(W: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """`(Q, Q, U, s)` of a large float32 matrix whose norm is proved on the small side; None where that is too coarse.
-
-    Whatever T is, `‖TW‖² = ‖T·WWᵀ·Tᵀ‖`. With `G = WWᵀ` and `T = U·diag(1/s)·Uᵀ` computed in float64, `M = T·G·Tᵀ`, Frobenius
-    norms throughout and `γ_n` the error of products of length n,
-
-        ‖TW‖² ≤ 1 + ‖M − I‖ + γ_m‖T‖·(‖TG‖ + ‖T‖‖G‖(1 + γ_m)) + γ_n‖W‖²‖T‖²,      ‖fl(TW) − TW‖ ≤ γ_m‖T‖‖W‖.
-
-    Both go into the factor that T is divided by, with what rounding to float32 adds (`last_step`). So one long product makes G,
-    one makes Q, and none is needed for the proof.
-    """
-    m, n = W.shape[-2:]
-    wide = W.double()
-    G = symmetric_gram(wide.mT)
-    if not bool(G.isfinite().all()):
-        return None
-    squares, U = torch.linalg.eigh(G)
-    if not bool((squares[..., 0] > (2 * SMALLEST) ** 2 * squares[..., -1]).all()):
-        return None
-    s = squares.sqrt()
-    T = (U / s[..., None, :]) @ U.mT
-    TG = T @ G
-    M = TG @ T.mT
-    M.diagonal(dim1=-2, dim2=-1).sub_(1)
-    off, t, tg, g = (torch.linalg.matrix_norm(X, keepdim=True) for X in (M, T, TG, G))
-    long, short = 1.01 * gamma(n + 2, torch.float64), 1.01 * gamma(m + 2, torch.float64)
-    whole = 1.01 * G.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]  # at least ‖W‖²
-    error = 1.01 * (off + short * t * (tg + 1.01 * t * g) + long * whole * t * t)
-    if not bool((error <= COARSE).all()):
-        return None
-    norm = (1 + error).sqrt() + 1.01 * short * t * whole.sqrt()
-    margin = 1.5 * unit_roundoff(W.dtype) * math.sqrt(m) + 64 * unit_roundoff(torch.float64)
-    Q = ((T * ((1 - margin) / norm)) @ wide).to(W.dtype)
-    return Q, Q.clone(), U.to(W.dtype), s.to(W.dtype)
 
 
 def normalised(raw: Tensor) -> Tensor:
@@ -256,36 +212,6 @@ def project_to_contraction(W: Tensor, dtype: torch.dtype | None = None) -> Tenso
     value = last_step(W.detach(), dtype or W.dtype)
     like = W.to(value.dtype)
     return value + (like - like.detach())
-
-
-class Householder(Parametrization):
-    """`W = H_1 ⋯ H_r` (first columns), `H_i = I − τ_i v_i v_iᵀ` with v_i the i-th column of raw below the diagonal and 1 on it.
-
-    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns always, since `τ = 2/‖v‖²` for any v.
-    Entries beyond 1e3 are read as 1e3, so that τ does not vanish in float32.
-
-    >>> W = HouseholderLinear(3, 5).weight
-    >>> bool((W.mT @ W - torch.eye(3)).abs().max() < 1e-5)
-    True
-    """
-
-    kinds = (nn.Linear,)
-
-    def construct(self, raw: Tensor) -> Tensor:
-        """The weight."""
-        tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
-        below = tall.clamp(-1e3, 1e3).tril(-1)
-        v = below + torch.eye(*tall.shape, dtype=raw.dtype, device=raw.device)
-        tau = 2 / v.square().sum(-2)
-        Q = torch.linalg.householder_product(v, tau)
-        W = project_to_contraction(Q.mT).mT
-        return (W if raw.shape[0] >= raw.shape[1] else W.mT).to(raw.dtype)
-
-
-class HouseholderLinear(Parametrized, nn.Linear):
-    """`nn.Linear` as a product of Householder reflections, see `Householder`."""
-
-    parametrization = Householder
 
 
 def _apart(geometry: Geometry) -> tuple[int, ...]:

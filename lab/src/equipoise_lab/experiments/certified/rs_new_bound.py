@@ -33,7 +33,7 @@ PUBLISHED_TABLE = {
 def sandwich(base: Mapping[str, Any], builder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The base recipe with a 5-Lipschitz Sandwich network, trained under noise σ = 0.4."""
     chosen = {**arguments, "constant": LIPSCHITZ}
-    model = {"factory": f"equipoise.nn.models:{builder}", "arguments": chosen}
+    model = {"factory": f"equipoise_lab.models:{builder}", "arguments": chosen}
     change = {"optimizer": {"kind": "adam", "lr": 0.01}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
     return smoothed.under_noise({**merged(base, change), "model": model, "optimizer": change["optimizer"]}, 0.4)
 
@@ -81,7 +81,7 @@ def radii(
     every = {
         METHODS[1]: radius_weak_global(low, up, sigma, mass=r),
         METHODS[2]: radius_weak_global(low, up, sigma, LIPSCHITZ, mass=r),
-        STRONG: radius_multi_lipschitz(np.clip(low, 0, r), np.clip(up, 0, r), sigma, component, mass=r),
+        STRONG: radius_multi_lipschitz(found.p_lower, found.p_upper, sigma, component / r),
     }
     return {name: smoothed.Rated(radius, correct & (radius > 0)) for name, radius in every.items()}
 

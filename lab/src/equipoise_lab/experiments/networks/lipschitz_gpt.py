@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.models import LipschitzGPT
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.experiments.shared.training import merged, train
+from equipoise_lab.gpt import LipschitzGPT
 
 FILE = "tinyshakespeare.txt"
 #: (constant, accuracy) of Newhouse et al. 2025, with 2M parameters
@@ -23,7 +23,7 @@ def recipe(tokens: int, width: int, depth: int, heads: int, steps: int, batch: i
     """A character model on stretches of so many characters, each step on new ones."""
     arguments = {"width": width, "depth": depth, "heads": heads, "constant": None}
     return {
-        "model": {"factory": "equipoise.nn.models:lipschitz_gpt", "arguments": arguments},
+        "model": {"factory": "equipoise_lab.models:lipschitz_gpt", "arguments": arguments},
         "data": {"path": f"characters:{tokens}:/{FILE}", "limit": steps * batch},
         "loss": "next-token",
         "optimizer": {"kind": "adamw", "lr": lr, "betas": (0.9, 0.98)},

@@ -11,19 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import equipoise.nn as o
 from equipoise.core import InputError, Kind, Refused
-from equipoise.nn.orthogonal.sandwich import sandwich_bound
+from equipoise_lab.sandwich import SandwichConv2d, SandwichLinear, sandwich_bound
 
 LIMIT = 1 + 1e-5
 
 
 def dense(ins: int, out: int, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
-    return (lambda **k: o.SandwichLinear(ins, out, **options, **k)), (ins,)
+    return (lambda **k: SandwichLinear(ins, out, **options, **k)), (ins,)
 
 
 def conv(*args: Any, size: int = 5, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
-    return (lambda **k: o.SandwichConv2d(*args, **options, **k)), (args[0], size, size)
+    return (lambda **k: SandwichConv2d(*args, **options, **k)), (args[0], size, size)
 
 
 CASES = {
@@ -42,7 +41,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 def plain_of(layer: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    return layer.export(shape[-2:]) if isinstance(layer, o.SandwichConv2d) else layer.export()
+    return layer.export(shape[-2:]) if isinstance(layer, SandwichConv2d) else layer.export()
 
 
 def steepest(module: nn.Module, shape: tuple[int, ...], tries: int = 12) -> float:
@@ -107,7 +106,7 @@ def test_every_raw_weight(case: str, size: float) -> None:
 
 def test_the_bound_does_not_depend_on_psi_and_sees_a_changed_weight() -> None:
     torch.manual_seed(3)
-    plain = o.SandwichLinear(4, 4).eval().export()
+    plain = SandwichLinear(4, 4).eval().export()
     before = float(plain.lipschitz_upper((4,)))
     with torch.no_grad():
         plain.effective_1 *= 3
@@ -129,10 +128,10 @@ def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
             return -x
 
     with pytest.raises(Refused, match="not known"):
-        o.SandwichLinear(3, 3, activation=Reversed())
-    layer = o.SandwichLinear(3, 3).eval()
+        SandwichLinear(3, 3, activation=Reversed())
+    layer = SandwichLinear(3, 3).eval()
     layer.activation = nn.SiLU()
-    conv = o.SandwichConv2d(2, 2, 3, padding=1).eval()
+    conv = SandwichConv2d(2, 2, 3, padding=1).eval()
     conv(torch.zeros(1, 2, 4, 4))
     conv.activation = nn.SiLU()
     for call in (
@@ -145,6 +144,6 @@ def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
 
 
 def test_an_exported_convolution_is_for_one_size() -> None:
-    plain = o.SandwichConv2d(2, 2, 3, padding=1).export(5)
+    plain = SandwichConv2d(2, 2, 3, padding=1).export(5)
     with pytest.raises(InputError, match="exported for"):
         plain(torch.randn(1, 2, 6, 6))

@@ -149,7 +149,3 @@ class LipschitzGPT(nn.Module):
         each = deflate(math.sqrt(inner) / (1 + tolerance) * (1 - 1e-6))
         head = deflate(math.sqrt(self.constant) / (1 + tolerance) * (1 - 1e-6))
         return {f"body.{len(self.body) - 1}": head, "*": each}
-
-
-#: the builder of checkpoints and recipes
-lipschitz_gpt = LipschitzGPT
