@@ -22,12 +22,10 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
     from equipoise.runs import open_run
 
     stored = open_run(run)
+    if stored.manifest.recipe is None:
+        options.refuse(f"{run} was made in Python and does not say where its model is: use equipoise.runs in Python")
     given = {name: value for name, value in changes.items() if value is not None}
-    if stored.manifest.recipe is not None:
-        return stored, stored.manifest.recipe.model_copy(update=given)
-    if "model" not in given or "data" not in given:
-        options.refuse(f"{run} was made in Python and does not say where its model is: give --model and --data")
-    return stored, options.make_recipe(**given)
+    return stored, stored.manifest.recipe.model_copy(update=given)
 
 
 def attack(

@@ -182,8 +182,7 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     epsilons = [e for e in levels or certificates.EPSILONS if e > 0]
     claims = certificates.write(job.model.build(), x, y, folder, radii=radii, epsilons=epsilons)
     lowered = claims["radii"]["lowered"]
-    note = f", {lowered} radii lowered to what the checker proves" if lowered else ""
-    say(f"wrote {folder}{note}; `equipoise check {folder}` checks it")
+    say(f"wrote {folder} ({lowered} radii lowered to what the checker proves); `equipoise check {folder}` checks it")
 
 
 def show_run(run: Run, results: Results, levels: list[float] | None, json: bool) -> None:
@@ -220,8 +219,6 @@ def derive(
     run: options.RunArgument,
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
-    lipschitz: Annotated[float | None, typer.Option(help="another bound of the network (an assumption)")] = None,
-    target_radius: Annotated[float | None, typer.Option(help="another target of an adaptive run")] = None,
     epsilon: options.Epsilon = None,
     json: options.Json = False,
 ) -> None:
@@ -237,8 +234,7 @@ def derive(
     from equipoise.runs import open_run
 
     stored = open_run(run)
-    results = stored.results(alpha, procedure, lipschitz=lipschitz, target_radius=target_radius)
-    show_run(stored, results, options.epsilons(epsilon), json)
+    show_run(stored, stored.results(alpha, procedure), options.epsilons(epsilon), json)
 
 
 def merge(

@@ -58,10 +58,7 @@ def demo(
     else:
         _show(data, out, seconds)
     if data.tested is None or data.tested.broken:
-        where = None if data.tested is None else "; ".join(data.tested.where[:3])
-        complain(
-            f"an attack contradicts a certificate, please report this: {where}" if where else "nothing was attacked"
-        )
+        complain(f"an attack contradicts a certificate, or nothing was attacked, please report this: {data.tested}")
         raise typer.Exit(1)
 
 

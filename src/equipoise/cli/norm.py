@@ -120,17 +120,14 @@ def weight_rows(
     from equipoise.core.files import open_weights
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    names: list[str] = []
     count = 0
     for part in files:
         with open_weights(part) as weights:
-            names += weights.keys()
             for name in sorted(fnmatch.filter(weights.keys(), only or "*")):
                 count += 1
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
                 row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": str(header.get_dtype())}
-                row["kind"] = {0: "", 1: "", 2: "matrix"}.get(len(shape), "convolution")
                 row["note"] = _reason_to_skip(shape, row["dtype"])
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
@@ -142,18 +139,13 @@ def weight_rows(
                         row |= {"status": "refused", "note": str(error)}
                 yield row
     if not count:
-        hint = f": none matches {only!r}; try {names[0]!r}" if names else ""
-        raise InputError(f"{path} holds no such tensor{hint}")
+        raise InputError(f"{path} holds no tensor whose name matches {only or '*'!r}")
 
 
 def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
     if not dtype.startswith(("F", "BF", "C")):
         return f"{dtype} is not floating point"
-    if len(shape) < 2:
-        return "a vector" if shape else "a scalar"
-    if len(shape) > 5:
-        return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
-    return ""
+    return "" if 2 <= len(shape) <= 5 else f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
 
 
 def weight_bracket(weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None) -> Bracket:

@@ -486,7 +486,7 @@ def preflight(job: Job) -> PreflightReport:
         warning = (
             f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained (--weights), under noise "
             "of this sigma or behind a --denoiser, the inputs scaled as in training (--mean, --std), the "
-            "classes in the order of the logits (--classes)?"
+            "labels in the order of the logits?"
         )
     return PreflightReport(len(items), clean, noisy if sigma else None, seconds, warning)
 
