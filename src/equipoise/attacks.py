@@ -23,7 +23,7 @@ from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
 
-__all__ = ["AttackResult", "autoattack", "inside_ball", "pgd", "smooth_pgd"]
+__all__ = ["AttackResult", "autoattack", "pgd", "smooth_pgd"]
 
 #: the package that has AutoAttack
 PACKAGE = "torchattacks"

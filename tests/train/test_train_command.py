@@ -109,7 +109,6 @@ def test_tensorboard(recipe, tmp_path):
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"train_loss", "accuracy", "bound", "certified_accuracy/0.1"} <= set(tags)
-    assert any(tag.startswith("layer_norms/") for tag in tags)
     assert [event.step for event in events.Scalars("train_loss")] == [2, 4]
 
 

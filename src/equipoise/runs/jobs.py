@@ -492,7 +492,7 @@ def preflight(job: Job) -> PreflightReport:
     if job.inputs.labelled and len(labels) >= 10 and right <= min(chance + 3 * spread, 0.7):
         warning = (
             f"{right:.1%} right without noise is about chance ({chance:.1%}): are the weights trained (--weights), the inputs "
-            "scaled as in training (--mean, --std), the classes in the order of the logits (--classes)?"
+            "scaled as in training (--mean, --std), the labels in the order of the logits?"
         )
     elif sigma and unchanged < 0.8:
         warning = (

@@ -283,7 +283,6 @@ class Recipe(Document):
     layout: str | None = None
     size: tuple[PositiveCount, PositiveCount] | None = None
     columns: tuple[str, str] | None = None
-    classes: tuple[str, ...] | dict[str, int] | None = None
 
 
 def versions() -> dict[str, str]:
