@@ -107,19 +107,11 @@ def test_a_size_of_the_wrong_length_is_refused_for_that_tensor(equipoise, weight
     assert "input_size" in rows["line.weight"]["note"]
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--input-size", "8,x"], "--input-size"),
-        (["--input-size", "0"], "--input-size"),
-        (["--rtol", "0"], "rtol"),
-        (["--rtol", "nan"], "rtol"),
-    ],
-)
-def test_bad_options_are_one_sentence(equipoise, weights, args, words):
-    ran = equipoise("norm", weights[0], *args)
+@pytest.mark.parametrize("line", ["--input-size 8,x", "--input-size 0", "--rtol 0", "--rtol nan"])
+def test_bad_options_are_one_sentence(equipoise, weights, line):
+    ran = equipoise("norm", weights[0], *line.split())
     assert ran.code == 2
-    assert words in ran.err
+    assert line.split()[0].strip("-") in ran.err
     assert ran.out == ""
     assert len(ran.err.strip().splitlines()) == 1
 

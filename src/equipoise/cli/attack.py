@@ -32,7 +32,6 @@ def attack(
     run: options.RunArgument,
     epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
-    restarts: Annotated[int, typer.Option(help="random starts")] = 1,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -49,7 +48,7 @@ def attack(
     Examples:
 
       equipoise attack runs/a
-      equipoise attack runs/a --epsilon 0.25,0.5 --steps 50 --restarts 5
+      equipoise attack runs/a --epsilon 0.25,0.5 --steps 50
     """
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_down
@@ -67,7 +66,6 @@ def attack(
                 dataset,
                 epsilons=levels,
                 steps=steps,
-                restarts=restarts,
                 limit=limit,
                 device=device,
                 progress=lambda done, total: update(completed=done, total=total),

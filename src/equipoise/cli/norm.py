@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import complain, emit_json, print_table, progress
+from equipoise.cli.consoles import complain, emit_json, messages, print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +67,8 @@ def norm(
 
     require_positive(rtol=rtol)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
-    rows = []
-    with progress(f"norms of {file.name}") as update:
-        for row in weight_rows(file, only, rtol, size):
-            rows.append(row)
-            update(completed=len(rows))
+    with messages().status(f"norms of {file.name} …"):  # only on a terminal
+        rows = list(weight_rows(file, only, rtol, size))
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
