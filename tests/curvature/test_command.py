@@ -55,7 +55,7 @@ def test_one_layer_as_a_table(run):
     )
     assert ran.exit_code == 0, ran.output
     assert "parameters" in ran.stdout
-    assert "top eigenvalue" in ran.stdout
+    assert "top value" in ran.stdout
 
 
 @pytest.mark.parametrize(
