@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +24,6 @@ def curvature(
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
     layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
     what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
-    radius: Annotated[float, typer.Option(help="radius of the ball of the sharpness")] = 0.05,
-    double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
     seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
     json: Json = False,
 ) -> None:
@@ -47,13 +44,13 @@ def curvature(
     wanted = [part.strip() for part in what.split(",")]
     if not set(wanted) <= set(WHAT):
         refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    hessian = _hessian(model, weights, data, split, limit, layer, double)
+    hessian = _hessian(model, weights, data, split, limit, layer)
     report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     measures: dict[str, Any] = {
         "top": top_eigenvalue,
         "trace": trace,
         "density": spectral_density,
-        "sharpness": functools.partial(sharpness, radius=radius),
+        "sharpness": sharpness,
     }
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
@@ -71,9 +68,8 @@ def curvature(
 
 
 def _hessian(
-    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None, double: bool
+    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None
 ) -> LossHessian:
-    import torch
     from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
@@ -90,6 +86,6 @@ def _hessian(
     dataset = load_dataset(data, split=split)
     indices = range(len(dataset))[:limit]
     batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
-    hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
+    hessian = LossHessian(net, "ce", batches, layer)
     guarded(hessian.value, f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})")
     return hessian
