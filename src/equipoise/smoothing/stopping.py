@@ -51,6 +51,7 @@ def certify_adaptive(
         Certificates with the draws used in `draws` and the verdicts in `details["verdicts"]`.
     """
     require_number(n_max, "n_max", least=1, whole=True)
+    require_type(classifier, SmoothedClassifier, "classifier")
     if classifier.map is not None and not classifier.map.votes:
         raise Refused(f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify")
     row, spec = find_procedure(procedure), classifier.noise_spec(x)
