@@ -175,14 +175,11 @@ def smooth_pgd(
             total = total + votes.gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 
-    voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
+    voter = classifier.like(SmoothedClassifier, seed=seed + 2)
     voter.noise_spec(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
-        if simplex.votes:
-            answer = torch.from_numpy(voter.predict(z, check_draws, alpha)).to(y.device)
-            return (answer >= 0) & (answer != y)
-        return overtaken(voter, z, y, simplex, check_draws, alpha)
+        return misclassified(voter, z, y, check_draws, alpha)
 
     def finish(z: Tensor) -> Tensor:
         """On the grid of the classifier, if it lives on one; rounded towards x so as to stay in the ball."""
@@ -195,10 +192,23 @@ def smooth_pgd(
     return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, finish)
 
 
-def overtaken(
-    classifier: SmoothedClassifier, x: Tensor, y: Tensor, simplex: SimplexMap, draws: int, alpha: float
-) -> Tensor:
-    """Where some class's smoothed score is above that of y, shown at level alpha by an interval of each margin."""
+def misclassified(classifier: SmoothedClassifier, x: Tensor, y: Tensor, draws: int, alpha: float) -> Tensor:
+    """Where the smoothed classifier answers with another class than y, shown at level alpha.
+
+    Votes: a binomial test of the two largest counts. Soft scores: some class's score is above that of y, shown by an interval
+    of each margin.
+
+    Args:
+        classifier: its noise and map.
+        x: inputs (N, ...).
+        y: labels (N,).
+        draws: per input.
+        alpha: risk of a wrong "misclassified", per input.
+    """
+    simplex = classifier.map or SimplexMap("hardmax")
+    if simplex.votes:
+        answer = torch.from_numpy(classifier.predict(x, draws, alpha)).to(y.device)
+        return (answer >= 0) & (answer != y)
     scores = apply_map(simplex, classifier.selection(x, draws, None, Stream.PREDICTION))
     own = np.take_along_axis(scores, y.cpu().numpy()[:, None, None], axis=2)
     margin = (1 + scores - own) / 2  # above ½ on average: the class has overtaken y

@@ -60,7 +60,7 @@ class Settings(Document):
         seed: of the noise; None: drawn from the operating system.
         seed_source: "user" or "system".
         chunk_size: draws per noise key; part of the key.
-        map: of soft procedures: "global" (calibrated once, on 32 inputs), "per-input", or such as "softmax:0.5".
+        map: of soft procedures: "global" (calibrated once, on 32 inputs), or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
@@ -211,19 +211,19 @@ def _plain(value: Any) -> Any:
 
 
 def parse_map(text: str | None) -> SimplexMap | None:
-    """The map that a text fixes, None for "global" and "per-input".
+    """The map that a text fixes, None for "global".
 
     >>> parse_map("softmax:0.5")
     SimplexMap(name='softmax', temperature=0.5, mass=1.0)
     """
-    if text in (None, "global", "per-input"):
+    if text in (None, "global"):
         return None
     name, _, temperature = str(text).partition(":")
     try:
         return SimplexMap(name, float(temperature or 1.0))  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(
-            f"map must be 'global', 'per-input', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
+            f"map must be 'global', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
         ) from error
 
 
@@ -305,6 +305,16 @@ class Manifest(Document):
     note: str = ""
     recipe: Recipe | None = None
     versions: dict[str, str] = Field(default_factory=versions)
+
+    @property
+    def simplex(self) -> SimplexMap | None:
+        """The map of soft votes, fixed before the run."""
+        return parse_map(self.map)
+
+    @property
+    def scored(self) -> bool:
+        """Whether soft votes are sampled: the run is soft, and its map is not the majority vote."""
+        return self.settings.soft and self.simplex is not None and not self.simplex.votes
 
     def identity(self) -> dict[str, Any]:
         """What must not change while a run is continued, flat, with readable names."""
