@@ -29,14 +29,12 @@ def train() -> nn.Module:
 
 def main() -> None:
     """Sample on two workers if Ray is there, in this process if not: the numbers are the same."""
-    if importlib.util.find_spec("ray") is not None:
-        engine, workers = "ray", 2
-    else:
-        engine, workers = "local", 1
+    workers = None if importlib.util.find_spec("ray") is None else 2
+    if workers is None:
         print("Ray is not installed (pip install 'equipoise[ray]'): certifying in this process instead.")
     run = eq.certify(
         train(), eq.data.load_dataset("digits#test"), run_dir="runs/two-workers", sigma=SIGMA, n=2000, limit=40,
-        engine=engine, workers=workers, progress=lambda row, done, total: print(f"\r{done}/{total}", end=""),
+        workers=workers, progress=lambda row, done, total: print(f"\r{done}/{total}", end=""),
     )  # fmt: skip
     print()
     # The directory holds votes; certificates are derived from them, so α and the procedure may change afterwards.

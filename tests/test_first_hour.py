@@ -87,5 +87,5 @@ def test_the_five_steps_as_they_stand(tmp_path, monkeypatch):
     for i, picture in enumerate(x[:, 0]):
         image.fromarray((picture * 255).round().byte().numpy()).save(f"photos/{i}.png")
     steps = commands("Five steps")
-    assert [step[0] for step in steps] == ["audit", "audit", "certify", "attack", "report", "predict"]
+    assert [step[0] for step in steps] == ["audit", "prove", "certify", "attack", "report", "predict"]
     assert follow(steps, "runs/a").accuracy[0.0] > 0

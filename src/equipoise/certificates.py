@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact, check_layers, check_local, check_smoothing  # noqa: F401 (claims are registered)
+from equipoise.checker import check_dense, check_layers, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
@@ -155,13 +155,13 @@ def write_smoothing(
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
         else:
-            row |= {"procedure": "cohen", "p": float(certificate.p_lower[index]) * _MARGIN}
-            if plan.partition.buckets[index] > 2:
-                row |= {"procedure": "rivals", "share": float(plan.top[index])}
-                row["q"] = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
-                if row["q"] > (1 - row["p"]) * (1 - 1e-6):
-                    # the class's own bound is the better one for its rivals
-                    row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
+            p = float(certificate.p_lower[index]) * _MARGIN
+            q = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
+            share = float(plan.top[index]) if plan.partition.buckets[index] > 2 else 1.0
+            if share == 1 or q > (1 - p) * (1 - 1e-6):
+                # the class's own bound is the better one for its rivals
+                q = min(1.0, (1 - p) * (1 + 1e-15))
+            row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
         radius = max(radius - 1e-7 * (radius + sigma), 0.0)
         rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))})
@@ -185,7 +185,7 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
     """
     try:
         with np.errstate(all="ignore"):
-            return check_exact.check(folder) if exact else checker.check(folder)
+            return check_dense.check_exact(folder) if exact else checker.check(folder)
     except checker.Rejected as error:
         raise Refused(f"REJECTED: {error}") from None
     except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
@@ -242,7 +242,7 @@ def _local(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Local radii and the multipliers that prove them; None for networks that are not dense ReLU networks."""
     try:
-        layers = check_local.dense_layers(network)
+        layers = check_dense.dense_layers(network)
     except checker.Rejected:
         return None
     neurons = [len(bias) for _, bias in layers[:-1]]
@@ -253,7 +253,7 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            ball = check_local.Ball(layers, image, radius)
+            ball = check_dense.Ball(layers, image, radius)
             try:
                 margins = ball.open_margins(labels[index])
                 if len(margins):
@@ -299,6 +299,9 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     return {**document, "nodes": writer.nodes}, writer.tensors
 
 
+_Arguments = Mapping[str, Any]
+
+
 class _Writer:
     """Translates the graph of a captured program, node by node."""
 
@@ -313,19 +316,22 @@ class _Writer:
     def translate(self, node: fx.Node) -> None:
         """Append the operations of one node of the graph, or refuse it by name."""
         name = _name(node)
-        # a reshape before a module may be named after it
-        block = "" if name in _RESHAPES else self.residual_block(node)
+        block = self.residual_block(node)
         if block and block == self.block:
             self.names[node] = self.nodes[-1]["name"]
-        elif block:
+            return
+        # a reshape before a block may be named after it
+        self.block = "" if name in _RESHAPES else block
+        if self.block:
             _residual(self, node, self.modules[block])
+        elif name in _PASSED:
+            self.names[node] = self.names[node.all_input_nodes[0]]
         elif name in _TRANSLATIONS:
             _TRANSLATIONS[name](self, node, _arguments(node))
         elif name not in _PARTS:
             raise Refused(
                 f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
             )
-        self.block = block
 
     def residual_block(self, node: fx.Node) -> str:
         """The path of the residual block around a node; empty outside of them."""
@@ -428,7 +434,7 @@ def _geometry(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {**pairs, "groups": attributes["groups"]}
 
 
-def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """A dense layer or a convolution, with stored weights."""
     weights = {key: writer.constants[a[key]] for key in ("weight", "bias") if a[key] is not None}
     if _name(node) == "linear":
@@ -452,7 +458,7 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     writer.layer(node, "residual", sources[0], weights, h=2.0, **geometry)
 
 
-def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """`ax + b` for every channel, as a scaling and a shift in float64; a and b from its values at 0 and 1."""
     others: Any = node.args[1:]
     statistics = [writer.constants[part].double() if part in writer.constants else part for part in others]
@@ -464,7 +470,7 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, "shift", [node], {"value": shift[0]})
 
 
-def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Operations that move entries or pad with zeros: done with the places of the entries, counted from 1."""
     if a.get("value"):
         raise Refused(f"{node.name}: a bundle has padding with zeros only")
@@ -475,7 +481,7 @@ def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, "gather", [source], {"index": index[0].long() - 1})
 
 
-def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _arithmetic(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Sums of two values, and a value with a constant added, subtracted, multiplied or divided by."""
     name = _name(node)
     left, right = a["self"], a["other"]
@@ -493,7 +499,7 @@ def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, op, [left], {"value": -value if name == "sub" else value})
 
 
-def _halves(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _halves(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """`cat(|a|, b)` and `cat(max(a, b), min(a, b))` of the two parts of a value, split by channels."""
     first, second = a["tensors"]
     ordered = (_name(first), _name(second)) == ("maximum", "minimum") and first.args == second.args
@@ -508,7 +514,7 @@ def _halves(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         writer.emit(node, "abs", [split.args[0]], count=_shape(parts[0])[0])
 
 
-def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Average and max pooling of images."""
     unusual: list[Any] = []
     if "output_size" in a:
@@ -528,43 +534,31 @@ def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, op, [a["self"]], kernel=kernel, stride=stride, padding=padding)
 
 
-def _abs(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+def _abs(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if a["self"] in writer.names:
         # otherwise a part of an activation
         writer.emit(node, "abs", [a["self"]], count=_shape(node)[0])
-
-
-def _leaky_relu(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    writer.emit(node, "leaky_relu", [a["self"]], slope=float(np.float32(a["negative_slope"])))
-
-
-def _relu(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    writer.emit(node, "relu", [a["self"]])
-
-
-def _reshape(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
-
-
-def _pass(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    writer.names[node] = writer.names[node.all_input_nodes[0]]
 
 
 #: modules that become one operation
 _RESIDUAL = {"SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"}
 #: operations that are recognised where their results meet
 _PARTS = {"split_with_sizes", "split", "chunk", "getitem", "maximum", "minimum"}
+_PASSED = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _RESHAPES = ("flatten", "view", "reshape", "unsqueeze", "squeeze")
-_TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
-    **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
-    **dict.fromkeys(_RESHAPES, _reshape),
+_TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
+    **dict.fromkeys(
+        _RESHAPES, lambda writer, node, a: writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
+    ),
     **dict.fromkeys(("linear", "conv2d"), _linear),
     **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad"), _gather),
-    "relu": _relu,
+    "relu": lambda writer, node, a: writer.emit(node, "relu", [a["self"]]),
     "abs": _abs,
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": lambda writer, node, a: writer.emit(
+        node, "leaky_relu", [a["self"]], slope=float(np.float32(a["negative_slope"]))
+    ),
     "batch_norm": _batch_norm,
     "cat": _halves,
 }

@@ -155,7 +155,6 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
             test,
             epsilons=EPSILONS,
             steps=s.steps if run.kind == "proved" else s.smooth_steps,
-            samples=8,
             votes=s.votes,
             seed=s.seed,
             progress=partial(show, f"attack the {network.source}: {run.folder.name}"),

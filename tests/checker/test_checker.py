@@ -25,7 +25,7 @@ from torch.nn import functional
 import equipoise as eq
 from equipoise import certificates
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact, check_layers, check_local, check_smoothing
+from equipoise.checker import check_dense, check_layers, check_smoothing
 
 torch.manual_seed(0)
 
@@ -349,10 +349,12 @@ def smoothing_claim(**changes):
     n, k, alpha, sigma = 1000, 990, 0.001, 0.5
     p = float(beta.ppf(alpha, k, n - k + 1)) * (1 - 1e-9)
     row = {
-        "procedure": "cohen",
+        "procedure": "bounds",
+        "share": 1.0,
         "k": k,
         "rival": 4,
         "p": p,
+        "q": (1 - p) * (1 + 1e-15),
         "radius": sigma * statistics.NormalDist().inv_cdf(p) - 1e-8,
     }
     claim = {"sigma": sigma, "alpha": alpha, "n": n, "rows": [row]}
@@ -365,7 +367,8 @@ def test_smoothing_radii_follow_from_their_counts():
     check_smoothing.check_smoothing(None, None, smoothing_claim())
     row = smoothing_claim()["rows"][0]
     for changes in (
-        {"k": 989}, {"n": 1001}, {"alpha": 0.00099}, {"p": row["p"] * (1 + 1e-6)}, {"sigma": 0.4999}, {"rival": 11},
+        {"k": 989}, {"n": 1001}, {"alpha": 0.00099}, {"share": 0.99}, {"p": row["p"] * (1 + 1e-6)}, {"q": row["q"] * 0.999},
+        {"sigma": 0.4999}, {"rival": 11},
         {"radius": row["radius"] * (1 + 1e-6)}, {"radius": -1.0}, {"radius": float("nan")}, {"k": True},
     ):  # fmt: skip
         with pytest.raises(checker.Rejected):
@@ -406,7 +409,7 @@ def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones(t
             key = "gap" if row["procedure"] == "joint" else "radius"
             with pytest.raises(checker.Rejected):
                 check_smoothing.check_smoothing(None, None, {**claim, "rows": [{**row, key: 1.02 * row[key]}]})
-    assert kinds == {"cohen", "rivals", "joint"}
+    assert kinds == {"bounds", "joint"}
 
 
 def test_the_lone_files_run_without_the_library(tmp_path):
@@ -416,7 +419,7 @@ def test_the_lone_files_run_without_the_library(tmp_path):
     certificates.write(NETWORKS["dense"](), torch.rand(2, 2, 4, 4), torch.tensor([0, 1]), tmp_path / "dense")
     certificates.write(NETWORKS["stride"](), torch.rand(2, 2, 4, 4), torch.tensor([0, 1]), tmp_path / "stride")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for name, bundle in (("check.py", "dense"), ("check.py", "stride"), ("check_exact.py", "dense")):
+    for name, bundle in (("check.py", "dense"), ("check.py", "stride"), ("check_dense.py", "dense")):
         command = [sys.executable, str(tmp_path / name), str(tmp_path / bundle)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert result.stdout.startswith("ACCEPTED"), result.stdout + result.stderr
@@ -481,7 +484,7 @@ def test_ranges_and_maps_of_local_certificates_hold_on_random_points():
     sizes = [6, 8, 8, 4]
     layers = [(rng.standard_normal((m, n)), rng.standard_normal(m)) for n, m in itertools.pairwise(sizes)]
     x = rng.standard_normal(6)
-    ball = check_local.Ball(layers, x, 0.3)
+    ball = check_dense.Ball(layers, x, 0.3)
     steps = rng.standard_normal((500, 6))
     points = x + 0.3 * steps / np.linalg.norm(steps, axis=1)[:, None]
     for k, (weight, bias) in enumerate(layers):
@@ -554,9 +557,9 @@ def test_a_network_of_the_shape_of_the_verified_certifier_is_checked_exactly_and
 
 def test_exact_norms_are_proved_without_slack():
     weight = np.diag([1.0, 0.5, 0.25])
-    check_exact.check_norm(weight, 1 + 2.0**-20)
+    check_dense.check_norm(weight, 1 + 2.0**-20)
     with pytest.raises(checker.Rejected):
-        check_exact.check_norm(weight, 1 - 2.0**-52)
+        check_dense.check_norm(weight, 1 - 2.0**-52)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pt2"])

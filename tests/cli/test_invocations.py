@@ -44,7 +44,7 @@ VALID = [
     "predict run --data data.npz --n 20 --alpha 0.1 --limit 2 --json",
     "predict seen --data photos --n 20",
     "norm parts --only a.* --json",
-    "certify net --data data.npz --sigma 0.5 --n 20 --set relative=0.1 --shard 1/2 --run early",
+    "certify net --data data.npz --sigma 0.5 --n 20 --set target_radius=0.1 --shard 1/2 --run early",
     "merge run other -o joined",
     "attack run --epsilon 0.1 --steps 2 --limit 2 --json",
     "curvature net --data data.npz --limit 4 --json",
@@ -55,14 +55,13 @@ VALID = [
     "selfcheck --minutes 0 --json",
     "selfcheck networks --minutes 0 --seed 3 --scripts found",
     "bench compare bench.json bench.json",
-    "audit net --at data.npz --radius 0.1 --limit 1 --json",
     "audit net.onnx --chain multipliers --html out.html",
     "audit own:make --input-shape 3 --weights w.safetensors",
     "prove net --data data.npz --norm linf --effort fast --seconds 1 --limit 1 --run sure",
     "train recipe.yaml --plan --json",
     "train recipe.yaml --from net --method sr --run-dir further",
     "scoreboard --data digits --small --minutes 0 --families bcop --losses la --seeds 1 --plan -o board --json",
-    "report run sure --audit net --alpha 0.01 --title t -o page.html --json",
+    "report run sure --audit net --alpha 0.01 -o page.html --json",
 ]
 #: what takes the place of a word; no large counts, which would only take long
 WORDS = [

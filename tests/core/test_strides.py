@@ -55,8 +55,8 @@ PATHS = {
     "batch of flat images": lambda net: net(dataset("NHW").batch([0, 5])[0]),
     "items collated": lambda net: net(next(iter(torch.utils.data.DataLoader(dataset("NHWC"), batch_size=3)))[0]),
     "flip": lambda net: net(random_flip(grey(), torch.Generator())),
-    "crop": lambda net: net(random_crop(grey(), 2, torch.Generator())),
-    "no crop": lambda net: net(random_crop(grey(), 0, torch.Generator())),
+    "crop": lambda net: net(random_crop(grey(), torch.Generator(), 2)),
+    "no crop": lambda net: net(random_crop(grey(), torch.Generator(), 0)),
     "run inputs": lambda net: net(Inputs.of((grey(), LABELS)).item(0).x[None]),
     "pgd": lambda net: pgd(net, grey(), LABELS, 0.5, steps=2),
     "smooth pgd": lambda net: smooth_pgd(

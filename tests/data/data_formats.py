@@ -39,7 +39,7 @@ def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def write_npz_plain_names(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    np.savez_compressed(folder / "b.npz", images=np.asfortranarray(x), labels=y[:, None].astype(np.uint8))
+    np.savez_compressed(folder / "b.npz", image=np.asfortranarray(x), label=y[:, None].astype(np.uint8))
     return str(folder / "b.npz")
 
 
@@ -149,10 +149,10 @@ class Format:
 ARROW = ("pyarrow", "PIL")
 FORMATS = [
     Format("npz", write_npz),
-    Format("npz-images-labels", write_npz_plain_names),
+    Format("npz-image-label", write_npz_plain_names),
     Format("folder", write_folder, needs=("PIL",), classes=True),
     Format("folder-bmp", write_bmp_folder, needs=("PIL",), classes=True),
-    Format("parquet", write_parquet, needs=ARROW, classes=True),
+    Format("parquet", write_parquet, needs=ARROW),
     Format("parquet-shards", write_parquet_shards, needs=ARROW),
     Format("parquet-lists", write_parquet_lists, needs=("pyarrow",)),
     Format("factory-arrays", write_arrays_factory, files=False),

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, syrk, syrk_error
-from equipoise.norms.lanczos import krylov, lanczos, random_start
+from equipoise.norms.cholesky import PIECE, cholesky_bracket, krylov, lanczos, random_start, syrk, syrk_error
 
 
 def spectrum(m, n, values):

@@ -14,7 +14,6 @@ from equipoise.regularizers import (
     frozen_statistics,
     noisy_copies,
     smooth_adversarial,
-    smoothed_loss,
 )
 
 
@@ -72,41 +71,6 @@ def test_smooth_adversarial_raises_the_smoothed_loss_inside_the_ball():
     assert all(p.grad is None for p in model.parameters())
     clean, _ = smooth_adversarial(model, x, y, 0.25, 0.0)
     assert clean.isfinite().all()
-
-
-def test_smoothed_loss_is_unbiased_and_reaches_the_parameters():
-    model = nn.Linear(3, 1, bias=False).double()
-    x = torch.eye(3).double()
-    sigma, samples = 0.5, 4000
-    value = smoothed_loss(
-        model, lambda z: z.square().sum(), x, sigma, samples=samples, generator=torch.Generator().manual_seed(0)
-    )
-    exact = model.weight.square().sum().item() + 3 * sigma**2  # E(w + δ)² = w² + σ²
-    assert value.item() == pytest.approx(exact, rel=0.1)
-    value.backward()
-    assert torch.allclose(model.weight.grad, 2 * model.weight.detach(), atol=0.1)
-    with pytest.raises(InputError, match="no parameter"):
-        smoothed_loss(model, torch.sum, x, 0.1, names="bias*")
-
-
-def test_only_named_parameters_are_moved():
-    model, (x, y) = net(), data()
-    moved = smoothed_loss(
-        model, lambda z: cross_entropy(z, y), x, 0.5, names="0.bias", generator=torch.Generator().manual_seed(0)
-    )
-    noise = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model[0].bias.data += 0.5 * noise
-    assert moved.item() == pytest.approx(cross_entropy(model(x), y).item(), rel=1e-12)
-
-
-def test_a_layer_used_twice_keeps_its_parameters():
-    first = nn.Linear(4, 4)
-    model = nn.Sequential(first, nn.Tanh(), first)
-    before, kept = first.weight.detach().clone(), first.weight
-    smoothed_loss(model, torch.sum, torch.ones(2, 4), 0.5, samples=3).backward()
-    assert first.weight is kept
-    assert torch.equal(first.weight, before)
-    assert first.weight.grad.abs().sum() > 0
 
 
 def batch_net():

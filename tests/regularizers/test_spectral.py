@@ -38,18 +38,16 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-@pytest.mark.parametrize("scope", ["layer", "network"])
 @pytest.mark.parametrize("bound", ["tracked", "gram"])
-def test_value_is_the_formula_of_the_norms(kind, scope, bound):
+def test_value_is_the_formula_of_the_norms(kind, bound):
     net = conv_net()
-    penalty = SpectralPenalty(net, kind, 0.9, weight=0.5, input_size=(8, 8), scope=scope, bound=bound, iterations=8)
+    penalty = SpectralPenalty(net, kind, 0.9, weight=0.5, input_size=(8, 8), bound=bound, iterations=8)
     for _ in range(60 if bound == "tracked" else 1):
         value = penalty()
     exact = [
         float(spectral_norm(m, rtol=1e-6, input_size=penalty.sizes.get(n)).upper) for n, m in penalty.layers.items()
     ]
-    s = exact if scope == "layer" else [math.prod(exact)]
-    expected = 0.5 * FORMULAS[kind](s, 0.9)
+    expected = 0.5 * FORMULAS[kind](exact, 0.9)
     loose = 0.15 if bound == "gram" else 2e-3  # 3.9 % per strided or large grid, three layers
     assert value.item() == pytest.approx(expected, rel=loose, abs=loose)
 
@@ -202,7 +200,7 @@ def test_a_convolution_needs_a_size_and_hooks_are_refused():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"kind": "cube"}, {"weight": -1.0}, {"target": math.nan}, {"bound": "svd"}, {"scope": "block"}],
+    [{"kind": "cube"}, {"weight": -1.0}, {"target": math.nan}, {"bound": "svd"}],
 )
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(InputError):

@@ -241,7 +241,6 @@ def test_the_command_audits_a_network_without_runs(tmp_path):
         (["--audit", "nonsense"], "neither a .pt2"),
         (["--audit", "equipoise.nn.models:mlp"], "--input-shape"),
         (["--audit", "equipoise.nn.models:mlp", "--input-shape", "7"], "does not"),
-        (["x", "--alpha", "2"], "between 0 and 1"),
         (["{votes}", "-o", "report.pdf"], "ends in .html"),
         (["{votes}", "-o", "no/such/folder/a.html"], "no folder"),
     ],

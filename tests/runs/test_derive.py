@@ -96,7 +96,6 @@ REFUSED = [
     ({"procedure": "cohen"}, {"target_radius": 0.1}, InputError, "adaptive runs"),
     ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "cohen", "lipschitz": 1.0}, Refused, "no Lipschitz"),
     ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "lvm"}, Refused, "stopped each input by looking"),
-    ({"procedure": "cohen", "relative": 0.3}, {"target_radius": 0.1}, Refused, "none to change"),
     ({"target_radius": 0.1}, {"target_radius": 0.0}, InputError, "must be a positive number, got 0.0"),
 ]
 
@@ -157,7 +156,7 @@ def test_an_empty_run_has_no_certificates_and_says_so(tmp_path, net, xy):
 
 def test_a_run_where_everything_failed_still_has_a_table(tmp_path, xy):
     net = runs_nets.Sometimes(-100.0).eval()
-    for name, settings in {"votes": {}, "adaptive": {"procedure": "cohen", "relative": 0.5}}.items():
+    for name, settings in {"votes": {}, "adaptive": {"procedure": "cohen", "target_radius": 0.5}}.items():
         run = certify(net, xy, run_dir=tmp_path / name, sigma=0.3, n=150, **settings)
         assert len(run.failures) == 12
         assert run.summary([0.0]).accuracy == {0.0: 0.0}
@@ -166,7 +165,7 @@ def test_a_run_where_everything_failed_still_has_a_table(tmp_path, xy):
 
 @pytest.mark.parametrize("procedure", ["cpm", "direct", "lvm"])
 def test_a_row_never_depends_on_its_neighbours(tmp_path, net, xy, procedure):
-    soft = {"map": "per-input"} if procedure == "lvm" else {"map": "softmax:1.0"} if procedure == "direct" else {}
+    soft = {} if procedure == "cpm" else {"map": "softmax:1.0"}
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=300, procedure=procedure, **soft)
     whole = run.certificates(alpha=0.05)
     rng = np.random.default_rng(0)

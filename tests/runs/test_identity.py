@@ -182,9 +182,7 @@ WRONG = [
     ({"procedure": "lvm", "map": "softmax:0"}, "map must be|temperature"),
     ({"procedure": "lvm", "map": "softmax:x"}, "map must be"),
     ({"procedure": "lvm", "target_radius": 0.1}, "majority vote"),
-    ({"target_radius": 0.1, "relative": 0.1}, "not both"),
     ({"target_radius": -0.1}, "target_radius"),
-    ({"relative": 1.0}, "relative"),
     ({"nonfinite": "ignore"}, "nonfinite"),
     ({"num_classes": 1}, "num_classes"),
     ({"n": 10**20}, "n: expected"),
@@ -225,8 +223,6 @@ def test_a_run_with_a_denoiser_is_the_run_of_the_pair(tmp_path, net, xy):
 
 
 def test_what_is_no_denoiser_is_refused(tmp_path, net, xy):
-    with pytest.raises(InputError, match="shape it was given"):
-        certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, denoiser=nn.Flatten().eval())
     with pytest.raises(InputError, match=r"nn\.Module"):
         certify(net, xy, run_dir=tmp_path / "b", sigma=0.3, n=200, denoiser="blur")
 

@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoothing_two_workers.py"
 SETTINGS = {"sigma": 0.3, "n": 300}
-WORKERS = {"engine": "ray", "workers": 2}
+WORKERS = {"workers": 2}
 
 
 def test_a_cluster_of_our_own_comes_and_goes(tmp_path, net, xy):
@@ -63,7 +63,7 @@ def test_an_input_that_kills_every_worker_ends_the_run_with_a_sentence_and_loses
     x[7, 0, 0, 0] = 5.0
     model = runs_ray_nets.Poisoned().eval()
     with pytest.raises(InputError, match="what is stored is kept"):
-        certify(model, (x, y), run_dir=tmp_path / "a", engine="ray", **SETTINGS)
+        certify(model, (x, y), run_dir=tmp_path / "a", workers=1, **SETTINGS)
     assert 0 < len(open_run(tmp_path / "a").rows) < 10
     finished = certify(model, (x, y), run_dir=tmp_path / "a", **SETTINGS)
     assert table(finished) == table(certify(model, (x, y), run_dir=tmp_path / "b", **SETTINGS))
@@ -71,7 +71,7 @@ def test_an_input_that_kills_every_worker_ends_the_run_with_a_sentence_and_loses
 
 def test_a_model_that_raises_is_one_sentence(cluster, tmp_path, xy):
     with pytest.raises(InputError) as caught:
-        certify(runs_ray_nets.Raising().eval(), xy, run_dir=tmp_path, engine="ray", **SETTINGS)
+        certify(runs_ray_nets.Raising().eval(), xy, run_dir=tmp_path, workers=1, **SETTINGS)
     assert str(caught.value).startswith("the model failed on input")
     assert open_run(tmp_path).rows == []
 
@@ -84,9 +84,9 @@ def test_an_interruption_leaves_a_run_that_continues(cluster, tmp_path, net):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        certify(net, data, run_dir=tmp_path / "a", progress=interrupt, engine="ray", **SETTINGS)
+        certify(net, data, run_dir=tmp_path / "a", progress=interrupt, workers=1, **SETTINGS)
     assert len(open_run(tmp_path / "a").rows) == 4
-    run = certify(net, data, run_dir=tmp_path / "a", engine="ray", **SETTINGS)
+    run = certify(net, data, run_dir=tmp_path / "a", workers=1, **SETTINGS)
     assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **SETTINGS))
 
 
@@ -98,7 +98,7 @@ def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys)
 
 def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"needs ray: pip install 'equipoise\[ray\]'"):
+    with pytest.raises(InputError, match=r"need ray: pip install 'equipoise\[ray\]'"):
         certify(net, xy, run_dir=tmp_path / "a", **WORKERS, **SETTINGS)
 
 

@@ -69,8 +69,7 @@ def test_disk_full(tmp_path, net):
     data = runs_nets.data(300)
     certify(net, data, run_dir=tmp_path / "a", limit=2, **SETTINGS)  # before the fork: what is set up once
     said = forked(short_of_space, 40_000, net, data, tmp_path / "b")
-    assert "cannot be written" in said, said
-    assert "free some space" in said
+    assert "free some space" in said, said
     assert 0 < len(open_run(tmp_path / "b").rows) < 300
     whole = certify(net, data, run_dir=tmp_path / "b", **SETTINGS)
     assert table(whole) == table(certify(net, data, run_dir=tmp_path / "c", **SETTINGS))

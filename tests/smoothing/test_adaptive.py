@@ -90,23 +90,9 @@ def test_target_mode():
     assert again.draws[0] == result.draws[1]
 
 
-def test_relative_mode():
-    smooth = SmoothedClassifier(Half().eval(), 0.5, 2)
-    x = _points(0.5, 0.02, -0.3)
-    result = certify_adaptive(smooth, x, relative=0.1, n_max=100_000)
-    full = smooth.certify(x, n=100_000, procedure="cohen")
-    assert (result.radius <= [0.5, 0.02, 0.3]).all()
-    assert (result.radius[[0, 2]] >= 0.9 * full.radius[[0, 2]]).all()
-    assert (result.draws[[0, 2]] < 25_000).all()
-
-
 def test_bad_requests_are_refused():
     smooth = SmoothedClassifier(Half().eval(), 0.5, 2)
     for options in (
-        {},
-        {"target_radius": 0.1, "relative": 0.1},
-        {"relative": 1.5},
-        {"target_radius": 0.1, "hopeless": 1.0},
         {"target_radius": 0.1, "alpha": 0.0},
         {"target_radius": 10.0},
         {"target_radius": -1.0},

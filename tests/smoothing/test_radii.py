@@ -7,7 +7,7 @@ from scipy.special import ndtri
 
 from equipoise.core import Bound, Bracket, InputError, Kind, Refused
 from equipoise.smoothing import radius_mono, radius_multi, radius_multi_lipschitz
-from equipoise.smoothing.radii import component_bound, radius_mono_lipschitz, radius_per_class
+from equipoise.smoothing.radii import component_bound, radius_mono_lipschitz
 
 
 @pytest.mark.parametrize(
@@ -88,33 +88,6 @@ def test_mono_lipschitz_is_the_distance_to_one_half():
     assert radius_mono_lipschitz(0.9, 0.5, np.inf) == radius_mono(0.9, 0.5)
 
 
-def test_mass_divides_values_and_constant():
-    a = radius_multi_lipschitz(1.8, 0.2, 0.5, 2.0, mass=2.0)
-    assert float(a) == pytest.approx(float(radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0)), rel=1e-9)
-
-
-def test_constants_per_class_against_a_dense_search():
-    """The two extremal ramps, moved towards each other on a fine grid in 50 digits, cross where we say."""
-    rng = np.random.default_rng(2)
-    for _ in range(12):
-        p1, p2 = rng.uniform(0.6, 0.95), rng.uniform(0.01, 0.35)
-        l1, l2 = 10 ** rng.uniform(-0.5, 1.5, 2)
-        sigma = 0.5
-        ours = float(radius_per_class(p1, p2, sigma, l1, l2))
-        a1, a2 = 1 / (l1 * sigma), 1 / (l2 * sigma)
-        start = slow.mp.findroot(lambda t, a=a1, p=p1: slow.ramp_mean(t, a) - p, float(ndtri(p1)))
-        end = slow.mp.findroot(lambda t, a=a2, p=p2: slow.ramp_mean(t, a) - p, float(ndtri(p2)))
-        before = slow.ramp_mean(start - ours / sigma, a1) - slow.ramp_mean(end + ours / sigma, a2)
-        assert before >= 0, "not crossed yet at our radius"
-        beyond = ours / sigma + 1e-8
-        after = slow.ramp_mean(start - beyond, a1) - slow.ramp_mean(end + beyond, a2)
-        assert after < 0, "and crossed just beyond"
-        assert ours >= float(radius_multi_lipschitz(p1, p2, sigma, max(l1, l2)))
-        assert ours <= float(radius_multi_lipschitz(p1, p2, sigma, min(l1, l2))) * (1 + 1e-9)
-    hard = radius_per_class(0.8, 0.1, 0.5, np.inf, 1.0)
-    assert radius_multi(0.8, 0.1, 0.5) <= hard <= radius_multi_lipschitz(0.8, 0.1, 0.5, 1.0)
-
-
 def test_only_upper_bounds_get_in():
     assert radius_multi_lipschitz(0.9, 0.1, 0.5, Bracket(0.5, 1.0)) == radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0)
     for kind in (Kind.ESTIMATE, Kind.LOWER):
@@ -127,7 +100,6 @@ def test_only_upper_bounds_get_in():
         lambda: radius_mono(0.99, 1e308),
         lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, -1.0),
         lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, np.array([-1.0])),
-        lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0, mass=0.0),
     ):
         with pytest.raises(InputError):
             call()
@@ -164,7 +136,6 @@ def test_constants_at_the_ends_of_the_floats_stay_sound(sigma, lipschitz):
     limit = 0.4 / lipschitz if tiny else sigma * ndtri(0.9)
     found = [
         radius_multi_lipschitz(0.9, 0.1, sigma, lipschitz),
-        radius_per_class(0.9, 0.1, sigma, lipschitz, lipschitz),
         radius_mono_lipschitz(0.9, sigma, lipschitz),
     ]
     assert all(0 < float(r) <= limit * (1 + 1e-12) for r in found)

@@ -104,7 +104,7 @@ def test_memory_and_batches_are_constant_in_n():
     smooth = SmoothedClassifier(model, 0.5, 2, chunk_size=64)
     smooth.certify(_points(0.3), n0=64, n=6400, procedure="cohen")
     assert model.largest == 64
-    assert model.calls == 102  # one more beside the first: does a row depend on the others?
+    assert model.calls == 103  # two more before the first: does a row depend on the others?
 
 
 def test_caller_is_left_outside_inference_mode(classifier):
@@ -285,10 +285,8 @@ def test_chance_inside_the_network_is_no_mixing():
 
     smooth = SmoothedClassifier(Random().eval(), 0.5, 2)
     batch = torch.ones(4, 3)
-    before = torch.get_rng_state()
-    answers = smooth.model(batch)
     state = torch.get_rng_state()
-    require_rowwise(smooth.model, batch, answers, [before])
+    require_rowwise(smooth.model, batch)
     assert torch.equal(torch.get_rng_state(), state)
     assert smooth.predict(_points(3.0), n=50).tolist() == [0]
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data, build_model
-from equipoise.train.losses import cross_entropy
+from equipoise.train.config import Metrics
+from equipoise.train.losses import LOSSES
 from equipoise.train.metrics import evaluate
 
 SCRIPT = """
@@ -77,10 +78,7 @@ def launch(jobs, world=2, stop=0):
 
 #: one row per way the batch enters the loss
 KINDS = {
-    "noise-augment": {
-        "noise": {"kind": "gaussian", "sigma": 0.1},
-        "data": {"path": "digits", "limit": 200, "test_limit": 61, "augment": ["pad-crop"]},
-    },
+    "plain": {"data": {"path": "digits", "limit": 200, "test_limit": 61}},
     "penalties-sam-ema": {
         "optimizer": {"kind": "sam", "lr": 0.05}, "ema": 0.9,
         "regularizers": [{"kind": "activation-decay", "sigma": 0.3}, {"kind": "spectral", "weight": 0.1}],
@@ -132,7 +130,7 @@ def test_two_processes_measure_the_network_that_is_kept(small, pair, figures):
     # not a builder of the library: its weights alone are stored
     kept = build_model(recipe.model, test.source)[0].eval()
     kept.load_state_dict(load_file(folder / "model.safetensors"))
-    found = evaluate(kept, test, cross_entropy(), torch.device("cpu"), 500)
+    found = evaluate(kept, test, LOSSES["ce"](), torch.device("cpu"), Metrics())
     row = figures(folder)[-1]
     assert row["accuracy"] == found["accuracy"]
     assert row["loss"] == pytest.approx(found["loss"], rel=1e-5)
@@ -148,4 +146,4 @@ def test_two_processes_resume_exactly(small, pair, tmp_path, figures):
 
 
 def test_what_one_process_refuses_all_refuse(pair):
-    assert all("belongs to another recipe (recipe.epochs: 1 → 2)" in lines["other"] for lines in pair[1])
+    assert all("belongs to another recipe (epochs: 1 → 2)" in lines["other"] for lines in pair[1])

@@ -79,7 +79,6 @@ OVERRIDES = [
     ("optimizer.nesterov=true", lambda r: r.optimizer.nesterov, True),
     ("model.arguments.widths=[4, 8]", lambda r: r.model.arguments["widths"], [4, 8]),
     ("regularizers=[{kind: spectral, weight: 0.1}]", lambda r: r.regularizers[0].arguments, {"weight": 0.1}),
-    ("regularizers.0=spectral", lambda r: r.regularizers[0].kind, "spectral"),
     ("noise={kind: gaussian, sigma: 0.25}", lambda r: r.noise.arguments, {"sigma": 0.25}),
     ("noise=null", lambda r: r.noise, None),
     ("loss=margin", lambda r: r.loss.kind, "margin"),
@@ -94,11 +93,11 @@ def test_overrides_are_typed(tmp_path, change, read, value):
     assert read(read_recipe(path, [change])) == value
 
 
-def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
+def test_overrides_of_a_shorthand(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD + "regularizers:\n  - spectral\n  - {kind: frobenius, weight: 1.0}\nloss: ce\n")
-    recipe = read_recipe(path, ["regularizers.1.weight=2", "regularizers.0.weight=3", "loss.label_smoothing=0.1"])
-    assert [r.arguments for r in recipe.regularizers] == [{"weight": 3}, {"weight": 2}]
+    recipe = read_recipe(path, ["loss.label_smoothing=0.1"])
+    assert [r.arguments for r in recipe.regularizers] == [{}, {"weight": 1.0}]
     assert recipe.loss.arguments == {"label_smoothing": 0.1}
 
 
@@ -109,7 +108,7 @@ def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
         ("=3", "takes key=value"),
         ("optimizer.lt=3", "did you mean 'optimizer.lr'"),
         ("epochs=[1", "is not YAML"),
-        ("regularizers.5.weight=1", "no position in a list"),
+        ("regularizers.0.weight=1", "inside a list"),
     ],
 )
 def test_bad_overrides(tmp_path, change, said):
@@ -167,7 +166,7 @@ def test_unknown_kinds_and_arguments_get_suggestions(table, small):
 def test_missing_and_wrong_arguments(small):
     with pytest.raises(InputError, match="noise \\(gaussian\\): 'sigma' is missing"):
         run_recipe(small(noise="gaussian"))
-    with pytest.raises(InputError, match=r"takes no argument 'width'; did you mean 'widths'\?"):
+    with pytest.raises(InputError, match=r"unexpected keyword argument 'width'"):
         run_recipe(small("model.arguments.width=3"))
     with pytest.raises(InputError, match=r"does not take the data's inputs of shape \(1, 8, 8\)"):
         run_recipe(small("model.arguments.in_features=3"))
@@ -225,7 +224,6 @@ SCHEDULES = [
     Schedule(kind="linear", final=0.1),
     Schedule(kind="one-cycle"),
     Schedule(kind="piecewise", points=[(0, 0.1), (0.5, 1), (1, 0)]),
-    Schedule(kind="step", milestones=[0.5, 0.75]),
 ]
 
 
@@ -243,13 +241,11 @@ def test_schedules_have_their_shape():
     assert max(values["one-cycle"]) == values["one-cycle"][29] == 1
     assert values["one-cycle"][30:] == sorted(values["one-cycle"][30:], reverse=True)
     assert values["piecewise"][50] == 1
-    assert [values["step"][t] for t in (49, 50, 75)] == pytest.approx([1, 0.1, 0.01])
 
 
 HOSTILE = {
     "a command": ("model: {factory: 'os:system', arguments: {command: ls}}\ndata: {path: digits}\nepochs: 1\n", "os:system"),
     "data that runs": ("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: 'sys:exit#train'}\nepochs: 1\n", "sys:exit"),
-    "more data that runs": ("extends: sll-sr-digits\ndata: {extra: {path: 'sys:exit'}}\n", "sys:exit"),
     "data that runs by a variable": ("extends: sll-sr-digits\ndata: {path: '${A_WORD}:exit#train'}\n", "sys:exit"),
     "code that extends": ("extends: sll-sr-digits\nmodel: {factory: 'os:system'}\n", "code that would be run"),
     "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
@@ -305,11 +301,10 @@ def test_only_bundled_recipes_are_extended(tmp_path, named):
 
 
 @pytest.mark.parametrize(("parts", "said"), [
-    ({"data": {"path": "digits", "augment": [{"kind": "pad-crop", "padding": 10**6}]}}, r"padding.*less than or equal to 64"),
+    ({"data": {"path": "digits", "augment": [{"kind": "pad-crop", "padding": 10**6}]}}, "padding from 0 to"),
     ({"noise": {"kind": "soft-vote", "sigma": 0.1, "copies": 10**9}}, r"copies.*less than or equal to 100"),
     ({"noise": {"kind": "gaussian", "sigma": "loud"}}, r"sigma.*valid number"),
     ({"loss": {"kind": "lmt", "temperature": [1]}}, r"temperature.*valid number"),
-    ({"data": {"path": "digits", "extra": {"path": "digits", "ratio": 1e9}}}, r"data\.extra\.ratio.*1000"),
     ({"metrics": {"epsilons": ["a"]}}, r"metrics\.epsilons\.0.*valid number"),
     ({"model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [10**12]}}}, "memory"),
 ])  # fmt: skip

@@ -34,9 +34,8 @@ def plain(make_small, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("distill", [0.0, 0.5])
-def test_before_and_after(plain, tmp_path, distill):
-    found = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, distill=distill, cpu=True)
+def test_before_and_after(plain, tmp_path):
+    found = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, cpu=True)
     assert found.before["bound"] > found.after["bound"]
     assert found.after["bound"] <= 1.001
     assert found.after["certified_accuracy"]["0.1"] > found.before["certified_accuracy"]["0.1"]
@@ -48,7 +47,7 @@ def test_before_and_after(plain, tmp_path, distill):
     assert again.prove()[0] <= 1.001
     stored = json.loads((tmp_path / "run" / "before-after.json").read_text())
     assert stored["before"]["accuracy"] == found.before["accuracy"]
-    assert "| accuracy |" in (tmp_path / "run" / "before-after.md").read_text()
+    assert [row[0] for row in found.comparison()][:2] == ["accuracy", "certified at ε = 0.1"]
 
 
 def test_it_starts_from_the_weights_that_are_there_and_goes_on(plain, tmp_path):
@@ -70,10 +69,8 @@ def test_the_command(plain, tmp_path):
 
 
 def test_what_cannot_be_done_is_said(plain, tmp_path):
-    with pytest.raises(InputError, match="give --data"):
+    with pytest.raises(InputError, match=r"data\.path"):
         robustify(plain, tmp_path / "a")
-    with pytest.raises(InputError, match=r"weight.*less than 1"):
-        robustify(plain, tmp_path / "b", data="digits", distill=1.0)
     from equipoise.checkpoints import register_model
 
     register_model("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))

@@ -94,7 +94,6 @@ def test_a_users_own_factory(tmp_path, monkeypatch):
     done = run("train", "sll-sr-digits", *FAST, "--set", "model={factory: 'ownnets:net', arguments: {width: 6}}",
                "--run-dir", folder)  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    assert "audit ownnets:net --weights" in done.stdout
     assert not (folder / "config.json").exists()  # a file never names foreign code
     from safetensors.torch import load_file
 
@@ -110,7 +109,6 @@ def test_tensorboard(recipe, tmp_path):
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"train_loss", "accuracy", "bound", "certified_accuracy/0.1"} <= set(tags)
-    assert any(tag.startswith("layer_norms/") for tag in tags)
     assert [event.step for event in events.Scalars("train_loss")] == [2, 4]
 
 

@@ -10,7 +10,7 @@ The claims are about the real function of the stored weights. They are checked i
 bounded and counted against the claim: `U` is half a unit in the last place, `gamma(n)` the error of a sum of n products in any
 order, relative to the sum of their sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 
-`check_layers.py` knows more operations; `check_local.py` and `check_smoothing.py` know more claims.
+`check_layers.py` knows more operations; `check_dense.py` and `check_smoothing.py` know more claims.
 """
 
 import hashlib

@@ -4,10 +4,8 @@ This file belongs beside `check.py`; `python check.py DIR` finds it there. A row
 class, those of its strongest rival, and a procedure that spends the risk α. The radius r is proved if `2r/σ ≤ Φ⁻¹(p) − Φ⁻¹(q)`,
 p a lower confidence bound of the class's probability, q an upper one of any rival's.
 
-    cohen       p at level α, q = 1 − p
-    bonferroni  every class at level α/c
-    rivals      p at level `share·α`, q at `(1 − share)·α`: only the class and its true runner-up matter, not all classes
-    joint       one test of class and rival at level α, see `check_joint`
+    bounds  p at level `share·α`, q at `(1 − share)·α`: only the class and its true runner-up matter; or q = 1 − p
+    joint   one test of class and rival at level α, see `check_joint`
 
 Binomial tails and Φ are computed with sixty digits and rounded toward rejection. That the votes were really drawn, after
 procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise certify --replay` draws them again.
@@ -114,22 +112,14 @@ def check_bounds(claim, row):
     """Two confidence bounds: p of the class and q of its strongest rival."""
     n = claim["n"]
     alpha = Decimal(claim["alpha"])
-    own = rival = alpha
-    if row["procedure"] == "bonferroni":
-        own = rival = alpha / integer(row["classes"], 2)
-    if row["procedure"] == "rivals":
-        share = Decimal(number(row["share"], 0, 1))
-        own = share * alpha
-        rival = (1 - share) * alpha
+    share = Decimal(number(row["share"], 0, 1))
     p = Decimal(number(row["p"], 0, 1))
-    require(binomial_tail(n, row["k"], p)[1] <= own, "p is not a confidence bound")
-    low = quantile(p, 1 - p)
-    if row["procedure"] == "cohen":
-        return 2 * low
+    require(binomial_tail(n, row["k"], p)[1] <= share * alpha, "p is not a confidence bound")
     q = Decimal(number(row["q"], 0, 1))
-    implied = q >= 1 - p
-    require(implied or binomial_tail(n, n - row["rival"], 1 - q)[1] <= rival, "q is not a confidence bound")
-    return low + quantile(1 - q, q)
+    # no rival is more probable than all together
+    if q < 1 - p:
+        require(binomial_tail(n, n - row["rival"], 1 - q)[1] <= (1 - share) * alpha, "q is not a confidence bound")
+    return quantile(p, 1 - p) + quantile(1 - q, q)
 
 
 def check_joint(claim, row):
@@ -169,7 +159,7 @@ def check_joint(claim, row):
     return gap
 
 
-PROCEDURES = {"cohen": check_bounds, "bonferroni": check_bounds, "rivals": check_bounds, "joint": check_joint}
+PROCEDURES = {"bounds": check_bounds, "joint": check_joint}
 
 
 def check_smoothing(network, inputs, claim):

@@ -22,19 +22,16 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
     from equipoise.runs import open_run
 
     stored = open_run(run)
+    if stored.manifest.recipe is None:
+        options.refuse(f"{run} was made in Python and does not say where its model is: use equipoise.runs in Python")
     given = {name: value for name, value in changes.items() if value is not None}
-    if stored.manifest.recipe is not None:
-        return stored, stored.manifest.recipe.model_copy(update=given)
-    if "model" not in given or "data" not in given:
-        options.refuse(f"{run} was made in Python and does not say where its model is: give --model and --data")
-    return stored, options.make_recipe(**given)
+    return stored, stored.manifest.recipe.model_copy(update=given)
 
 
 def attack(
     run: options.RunArgument,
     epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
-    restarts: Annotated[int, typer.Option(help="random starts")] = 1,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -51,7 +48,7 @@ def attack(
     Examples:
 
       equipoise attack runs/a
-      equipoise attack runs/a --epsilon 0.25,0.5 --steps 50 --restarts 5
+      equipoise attack runs/a --epsilon 0.25,0.5 --steps 50
     """
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_down
@@ -69,7 +66,6 @@ def attack(
                 dataset,
                 epsilons=levels,
                 steps=steps,
-                restarts=restarts,
                 limit=limit,
                 device=device,
                 progress=lambda done, total: update(completed=done, total=total),

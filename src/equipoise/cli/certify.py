@@ -11,10 +11,10 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Execution, Job, Results, Row, Run
+    from equipoise.runs import Job, Results, Row, Run
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
-_RUNNING = ("workers", "address", "gpus", "batch_size", "retry_failed")
+_RUNNING = ("workers", "address", "batch_size", "retry_failed")
 Bundle = Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")]
 
 
@@ -43,9 +43,9 @@ def certify(
     Exit code 1: some inputs failed.
 
     Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
-    noise (grid or float), nonfinite, device, target_radius and relative (stop each input early: once
-    this radius is decided, or within this share of it); of model and data weights, denoiser, size
-    ([32,32]), layout, columns (["x","y"]); of the execution workers (on Ray), address, gpus,
+    noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
+    radius is decided); of model and data weights, denoiser, size
+    ([32,32]), layout, columns (["x","y"]); of the execution workers (on Ray), address,
     batch_size, retry_failed.
 
     Examples:
@@ -105,15 +105,13 @@ def _perform(
     **given: Any,
 ) -> None:
     """Make a run and show it: every option and every key of --set belongs to the recipe, the execution or the settings."""
-    from equipoise.runs import Execution, Settings, prepare
+    from equipoise.runs import Settings, prepare
     from equipoise.runs.settings import Recipe
 
     values = {name: value for name, value in given.items() if value is not None} | options.shard(shard)
     values |= options.pairs(set_) | {"balanced": given["limit"] is not None}
     recipe = options.make_recipe(**{name: values.pop(name) for name in Recipe.model_fields if name in values})
-    workers, address, gpus, batch_size, retry = (values.pop(name, None) for name in _RUNNING)
-    engine = "local" if workers is None and address is None else "ray"
-    execution = Execution(engine, workers or 1, address, gpus or 1.0)
+    workers, address, batch_size, retry = (values.pop(name, None) for name in _RUNNING)
     levels = options.epsilons(epsilon)
     try:
         settings: Settings = Settings.of(kind, values)
@@ -122,7 +120,7 @@ def _perform(
     network = options.load_network(recipe, settings.chunk_size if kind == "sampled" else 1)
     name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
     job = prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
-    stored = _run(job, run, execution, retry is True)
+    stored = _run(job, run, retry_failed=retry is True, workers=workers, address=address)
     if bundle is not None and kind == "sampled":
         _write_votes(stored, bundle)
     elif bundle is not None:
@@ -130,7 +128,7 @@ def _perform(
     show_run(stored, stored.results(), levels, json)
 
 
-def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
+def _run(job: Job, run: Path | None, **execution: Any) -> Run:
     """Look at a few inputs, then sample or prove the rest."""
     from equipoise.runs import is_run, open_run, preflight, start
     from equipoise.runs.settings import read_manifest, require_same
@@ -147,7 +145,7 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
             def show(row: Row, done: int, total: int) -> None:
                 update(completed=done, total=total)
 
-            return start(job, folder, execution=execution, progress=show, retry_failed=retry)
+            return start(job, folder, progress=show, **execution)
     except KeyboardInterrupt:
         options.interrupted(folder)
 
@@ -184,8 +182,7 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     epsilons = [e for e in levels or certificates.EPSILONS if e > 0]
     claims = certificates.write(job.model.build(), x, y, folder, radii=radii, epsilons=epsilons)
     lowered = claims["radii"]["lowered"]
-    note = f", {lowered} radii lowered to what the checker proves" if lowered else ""
-    say(f"wrote {folder}{note}; `equipoise check {folder}` checks it")
+    say(f"wrote {folder} ({lowered} radii lowered to what the checker proves); `equipoise check {folder}` checks it")
 
 
 def show_run(run: Run, results: Results, levels: list[float] | None, json: bool) -> None:
@@ -222,8 +219,6 @@ def derive(
     run: options.RunArgument,
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
-    lipschitz: Annotated[float | None, typer.Option(help="another bound of the network (an assumption)")] = None,
-    target_radius: Annotated[float | None, typer.Option(help="another target of an adaptive run")] = None,
     epsilon: options.Epsilon = None,
     json: options.Json = False,
 ) -> None:
@@ -239,8 +234,7 @@ def derive(
     from equipoise.runs import open_run
 
     stored = open_run(run)
-    results = stored.results(alpha, procedure, lipschitz=lipschitz, target_radius=target_radius)
-    show_run(stored, results, options.epsilons(epsilon), json)
+    show_run(stored, stored.results(alpha, procedure), options.epsilons(epsilon), json)
 
 
 def merge(
@@ -262,7 +256,7 @@ def merge(
 
 def export(
     run: options.RunArgument,
-    file: Annotated[Path, typer.Argument(help="to write: .csv, .json or .tsv (Cohen's log)")],
+    file: Annotated[Path, typer.Argument(help="to write: .csv or .jsonl")],
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
     json: options.Json = False,
@@ -272,7 +266,7 @@ def export(
     Examples:
 
       equipoise export runs/a certified.csv
-      equipoise export runs/a cohen.tsv --alpha 0.001 --procedure cohen
+      equipoise export runs/a cohen.jsonl --alpha 0.001 --procedure cohen
     """
     from equipoise.runs import open_run
 

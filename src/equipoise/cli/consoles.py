@@ -25,12 +25,12 @@ def messages() -> Console:
 
 def complain(sentence: str) -> None:
     """One sentence on stderr."""
-    messages().print(f"equipoise: {sentence}", markup=False, style="red", soft_wrap=True)
+    say(f"equipoise: {sentence}", style="red")
 
 
-def say(text: str) -> None:
+def say(text: str, style: str | None = None) -> None:
     """A remark on stderr, as it is."""
-    messages().print(text, markup=False, soft_wrap=True)
+    messages().print(text, markup=False, style=style, soft_wrap=True)
 
 
 def tell(*lines: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +13,6 @@ from equipoise.cli.options import Data, Json, Split, Weights, refuse
 if TYPE_CHECKING:
     from equipoise.curvature import LossHessian
 
-WHAT = ("top", "trace", "density", "sharpness")
-
 
 def curvature(
     model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
@@ -25,8 +22,6 @@ def curvature(
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
     layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
     what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
-    radius: Annotated[float, typer.Option(help="radius of the ball of the sharpness")] = 0.05,
-    double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
     seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
     json: Json = False,
 ) -> None:
@@ -44,21 +39,21 @@ def curvature(
     """
     from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
 
-    wanted = [part.strip() for part in what.split(",")]
-    if not set(wanted) <= set(WHAT):
-        refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    hessian = _hessian(model, weights, data, split, limit, layer, double)
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     measures: dict[str, Any] = {
         "top": top_eigenvalue,
         "trace": trace,
         "density": spectral_density,
-        "sharpness": functools.partial(sharpness, radius=radius),
+        "sharpness": sharpness,
     }
+    wanted = what.split(",")
+    if not set(wanted) <= set(measures):
+        refuse(f"--what takes any of {','.join(measures)}, got {what!r}")
+    hessian = _hessian(model, weights, data, split, limit, layer)
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
-        emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
+        emit_json({"model": model, "data": data, **report})
         return
     rows = []
     for name, figures in report.items():
@@ -71,9 +66,8 @@ def curvature(
 
 
 def _hessian(
-    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None, double: bool
+    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None
 ) -> LossHessian:
-    import torch
     from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
@@ -90,6 +84,6 @@ def _hessian(
     dataset = load_dataset(data, split=split)
     indices = range(len(dataset))[:limit]
     batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
-    hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
+    hessian = LossHessian(net, "ce", batches, layer)
     guarded(hessian.value, f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})")
     return hessian

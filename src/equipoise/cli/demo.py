@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +40,6 @@ def demo(
 
     torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
     steps: set[str] = set()
-    began = time.monotonic()
     with progress("demo") as update:
 
         def show(what: str, done: int, total: int) -> None:
@@ -52,20 +50,16 @@ def demo(
             update(description=what, completed=done, total=total)
 
         data = showcase(out, QUICK if quick else Settings(), show)
-    seconds = time.monotonic() - began
     if json:
-        emit_json({**as_document(data), "report": str(out / "report.html"), "seconds": round(seconds, 1)})
+        emit_json({**as_document(data), "report": str(out / "report.html")})
     else:
-        _show(data, out, seconds)
+        _show(data, out)
     if data.tested is None or data.tested.broken:
-        where = None if data.tested is None else "; ".join(data.tested.where[:3])
-        complain(
-            f"an attack contradicts a certificate, please report this: {where}" if where else "nothing was attacked"
-        )
+        complain(f"an attack contradicts a certificate, or nothing was attacked, please report this: {data.tested}")
         raise typer.Exit(1)
 
 
-def _show(data: ReportData, out: Path, seconds: float) -> None:
+def _show(data: ReportData, out: Path) -> None:
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_up
     from equipoise.lipschitz.logs import show_log
@@ -94,6 +88,6 @@ def _show(data: ReportData, out: Path, seconds: float) -> None:
     if data.tested is not None and not data.tested.broken:
         tell(f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken")
     tell(
-        f"{seconds:.0f} s; the report: {out / 'report.html'}",
+        f"the report: {out / 'report.html'}",
         f"again from the stored runs: equipoise report {out}/runs/* -o again.html",
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import complain, emit_json, print_table, progress
+from equipoise.cli.consoles import complain, emit_json, messages, print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +67,8 @@ def norm(
 
     require_positive(rtol=rtol)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
-    rows = []
-    with progress(f"norms of {file.name}") as update:
-        for row in weight_rows(file, only, rtol, size):
-            rows.append(row)
-            update(completed=len(rows))
+    with messages().status(f"norms of {file.name} …"):  # only on a terminal
+        rows = list(weight_rows(file, only, rtol, size))
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
@@ -120,17 +117,14 @@ def weight_rows(
     from equipoise.core.files import open_weights
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    names: list[str] = []
     count = 0
     for part in files:
         with open_weights(part) as weights:
-            names += weights.keys()
             for name in sorted(fnmatch.filter(weights.keys(), only or "*")):
                 count += 1
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
                 row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": str(header.get_dtype())}
-                row["kind"] = {0: "", 1: "", 2: "matrix"}.get(len(shape), "convolution")
                 row["note"] = _reason_to_skip(shape, row["dtype"])
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
@@ -142,18 +136,13 @@ def weight_rows(
                         row |= {"status": "refused", "note": str(error)}
                 yield row
     if not count:
-        hint = f": none matches {only!r}; try {names[0]!r}" if names else ""
-        raise InputError(f"{path} holds no such tensor{hint}")
+        raise InputError(f"{path} holds no tensor whose name matches {only or '*'!r}")
 
 
 def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
     if not dtype.startswith(("F", "BF", "C")):
         return f"{dtype} is not floating point"
-    if len(shape) < 2:
-        return "a vector" if shape else "a scalar"
-    if len(shape) > 5:
-        return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
-    return ""
+    return "" if 2 <= len(shape) <= 5 else f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
 
 
 def weight_bracket(weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None) -> Bracket:

@@ -95,10 +95,10 @@ def shard(text: str | None) -> dict[str, int]:
     """
     if text is None:
         return {}
-    part, _, count = text.partition("/")
-    if not (part.isdecimal() and count.isdecimal() and len(count) < 10 and 1 <= int(part) <= int(count)):
+    parts = sizes(text.replace("/", ","), "--shard takes a part and their number such as 2/8") or ()
+    if len(parts) != 2 or parts[0] > parts[1]:
         refuse(f"--shard takes a part and their number such as 2/8, got {text!r}")
-    return {"skip": int(part) - 1, "stride": int(count)}
+    return {"skip": parts[0] - 1, "stride": parts[1]}
 
 
 def interrupted(folder: Path) -> NoReturn:

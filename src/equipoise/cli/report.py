@@ -20,7 +20,6 @@ def report(
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
     alpha: options.Alpha = None,
-    title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
     refresh: Annotated[int | None, typer.Option(help="the page reloads itself after so many seconds", min=1)] = None,
     json: options.Json = False,
 ) -> None:
@@ -42,10 +41,8 @@ def report(
 
     if not runs and not audit:
         options.refuse("name at least one run directory, or a network with --audit: see equipoise report --help")
-    if alpha is not None and not 0 < alpha < 1:
-        options.refuse(f"the risk alpha must lie strictly between 0 and 1, got {alpha}")
     shape = options.sizes(input_shape)
     audits = [audit_source(name, weights, shape) for name in audit or []]
-    data = collect(runs or [], title=title or "Certified robustness", alpha=alpha, audits=audits)
+    data = collect(runs or [], title="Certified robustness", alpha=alpha, audits=audits)
     write_report(data, output, refresh)
     emit_json({**as_document(data), "report": str(output)}) if json else tell(f"wrote {output}")

@@ -73,8 +73,6 @@ def selfcheck(
 
 
 def _show(report: Report) -> None:
-    import torch
-
     rows = [
         {
             "check": t.name,
@@ -90,9 +88,5 @@ def _show(report: Report) -> None:
     print_table("selfcheck", rows)
     for t in report.tallies:
         tell(*(f"  {example}" for example in t.examples))
-        tell(*(f"{text[:300]} …" for text in t.scripts))  # --scripts keeps the whole
     verdict = f"{report.violations} VIOLATIONS" if report.violations else "no violations"
-    tell(
-        f"{report.comparisons:,} bounds, {verdict} "
-        f"({report.device}, seed {report.seed}, torch {torch.__version__}, {torch.get_num_threads()} threads)"
-    )
+    tell(f"{report.comparisons:,} bounds, {verdict} ({report.device}, seed {report.seed})")

@@ -98,11 +98,11 @@ def train(
 def _list(json: bool) -> None:
     from equipoise.train import bundled, read_recipe
 
-    recipes = {name: read_recipe(name) for name in bundled()}
+    recipes = [read_recipe(name) for name in bundled()]
+    rows = [{"name": r.name, "data": r.data.path, "description": r.description} for r in recipes]
     if json:
-        emit_json({name: {"description": r.description, "data": r.data.path} for name, r in recipes.items()})
+        emit_json({row["name"]: row for row in rows})
     else:
-        rows = [{"name": name, "data": r.data.path, "what": r.description} for name, r in recipes.items()]
         print_table("bundled recipes", rows)
 
 
@@ -141,9 +141,13 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
     from equipoise.core.bounds import format_up
 
     split = row.get("split", "test")
-    values = {"train loss": row.get("train_loss"), "train accuracy": row.get("train_accuracy")}
-    values |= {f"{split} loss": row.get("loss"), f"{split} accuracy": row.get("accuracy")}
-    values |= {f"test {name}": value for name, value in (row.get("test") or {}).items()}
+    values = {
+        "train loss": row.get("train_loss"),
+        "train accuracy": row.get("train_accuracy"),
+        f"{split} loss": row.get("loss"),
+        f"{split} accuracy": row.get("accuracy"),
+    }
+    values |= {f"test {name}": value for name, value in row.get("test", {}).items()}
     texts = {
         name: f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         for name, value in values.items()
@@ -170,6 +174,5 @@ def _show(result: Result) -> None:
     figures = {"epochs": f"{result.final['epoch']}{stopped}", **_figures(result.final)}
     rows = [{"figure": name, "value": text} for name, text in figures.items()]
     print_table(f"{result.recipe.name} → {result.folder}", rows)
-    factory = result.recipe.model.factory
-    own = f"{factory} --weights {result.folder}/model.safetensors"
-    tell(f"Next: equipoise audit {result.folder if registered(factory) else own}")
+    if registered(result.recipe.model.factory):
+        tell(f"Next: equipoise audit {result.folder}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
-from equipoise.core.errors import did_you_mean, one_line
+from equipoise.core.errors import one_line
 from equipoise.core.files import Digest, guarded
 
 Array = NDArray[Any]
@@ -24,8 +24,7 @@ Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 #: the label of an input without one
 UNKNOWN = -1
 #: usual names of the inputs and of the labels
-IMAGES = ("image", "img", "images", "pixel_values", "pixels", "x", "inputs", "data")
-LABELS = ("label", "labels", "fine_label", "target", "targets", "class", "y")
+IMAGES, LABELS = ("image", "x"), ("label", "y")
 _CHUNK_BYTES = 16 * 2**20
 _LARGEST_LABEL = np.iinfo(np.int32).max
 
@@ -191,46 +190,12 @@ class Dataset:
             raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
         return replace(self, ids=ids)
 
-    def with_classes(self, order: Sequence[str] | Mapping[str, int]) -> Dataset:
-        """The same inputs with the classes numbered as the model numbers them.
-
-        Args:
-            order: the names of the model's classes in the order of its logits, or the number of each class of this data.
-                If the data has class names its labels are renumbered; if it has none it only gets the names.
-
-        >>> import numpy as np
-        >>> ds = Dataset.from_arrays(np.zeros((2, 4)), np.array([0, 1]), name="pets").with_classes(["dog", "cat"])
-        >>> ds.with_classes(["cat", "bird", "dog"]).labels
-        array([2, 0])
-        """
-        if not self.labelled:
-            raise InputError(f"{self.name} has no labels whose classes could be named")
-        numbers = dict(order) if isinstance(order, Mapping) else {name: k for k, name in enumerate(order)}
-        names = sorted(numbers, key=lambda name: numbers[name])
-        if not names or len(names) != len(order) or [numbers[name] for name in names] != list(range(len(names))):
-            raise InputError("expected distinct names of classes, numbered 0, 1, 2, …")
-        old = self.classes or names  # without names the labels stay as they are
-        missing = [name for name in old if name not in numbers]
-        if missing or len(old) < self.num_classes:
-            hint = did_you_mean(missing[0], numbers) if missing else ""
-            raise InputError(
-                f"{self.name} has {self.num_classes} classes, the list names {len(names)}; missing: {missing[:1]}{hint}"
-            )
-        renumbered = np.array([numbers[name] for name in old])[self.all_labels]
-        return replace(self, all_labels=renumbered, num_classes=len(names), classes=tuple(names))
-
     def fingerprint(self) -> str:
         """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.
 
         The same pictures as PNG files, Parquet or an array have the same fingerprint. Computed once.
         """
         return self._fingerprint
-
-    def parent_fingerprint(self) -> str:
-        """Fingerprint of all rows of the source, of which this may be a selection."""
-        if len(self) == self.source.count:
-            return self.fingerprint()
-        return replace(self, ids=np.arange(self.source.count)).fingerprint()
 
     @functools.cached_property
     def _fingerprint(self) -> str:
@@ -414,7 +379,7 @@ def pair_of(item: Any, columns: Names | None, where: str) -> tuple[Any, Any]:
         columns: the names of the two; None: the usual ones.
         where: what messages call it.
 
-    >>> pair_of({"idx": 3, "img": "x", "label": 7}, None, "row 0")
+    >>> pair_of({"idx": 3, "image": "x", "label": 7}, None, "row 0")
     ('x', 7)
     """
     if isinstance(item, Mapping):

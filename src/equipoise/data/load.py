@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import io
-import json
 import re
 import zipfile
 from collections.abc import Callable, Sequence
@@ -186,7 +185,7 @@ def _read_archive(
     name: str | None = None,
     scale: float | None = None,
 ) -> Dataset:
-    """Arrays `x_SPLIT`, `y_SPLIT` (or `x`, `y`; `images`, `labels`) of a .npz; the classes are those of all its splits."""
+    """Arrays `x_SPLIT`, `y_SPLIT` (or `x`, `y`; `image`, `label`) of a .npz; the classes are those of all its splits."""
     name = name or path.name
     try:
         with zipfile.ZipFile(open_regular(path)) as archive:
@@ -349,8 +348,7 @@ def _read_tables(
     source = Source(
         len(cells), first.shape, first.dtype, functools.partial(_cells, cells, name, size, len(first), layout)
     )
-    classes = _class_names(whole.schema, label)
-    return Dataset.from_source(source, labels, name=name, num_classes=num_classes, classes=classes)
+    return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
 
 
 def _read_table(path: Path, max_bytes: int) -> Any:
@@ -370,16 +368,6 @@ def _read_table(path: Path, max_bytes: int) -> Any:
     except Exception as error:  # pyarrow has many ways to fail on a damaged file
         raise InputError(f"{path.name} is not a readable Parquet file: {one_line(error)}") from error
     return table
-
-
-def _class_names(schema: Any, label: str | None) -> tuple[str, ...] | None:
-    """The names that Hugging Face stores with a column of the feature ClassLabel."""
-    try:
-        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return None
-    valid = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    return tuple(names) if valid else None
 
 
 def _cells(column: Any, name: str, size: Size | None, channels: int | None, layout: Layout, rows: Ints) -> Any:

@@ -39,26 +39,18 @@ def lower_ends(
     """
     x = x.detach().double()
     f = as_function(program)
-    note = ""
-    try:
-        pairs = search_pairs(f, x, radius, steps, seed)
-    except Exception as error:  # noqa: BLE001 - an operation may lack a gradient in any way; the upper end holds without
-        note = f"the lower end is from random pairs: no gradient ({type(error).__name__}: {one_line(error)})"
-        pairs = _random_pairs(x, radius, steps, seed)
-
+    pairs, note = search_pairs(f, x, radius, steps, seed)
     best = torch.zeros(len(x), dtype=torch.float64)
     with torch.no_grad():
         for a, b in pairs:
             best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
-        if bool((best > 0).all()):
-            return best, note
         reached = max(float(stretch(f, a, b).max()) for a, b in pairs)
-    if reached == 0:
-        return best, ""
-    return best, (
-        "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs stretch "
-        f"by {reached:.3g} (an estimate)"
-    )
+    if reached and not bool((best > 0).all()):
+        note = (
+            "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs "
+            f"stretch by {reached:.3g} (an estimate)"
+        )
+    return best, note
 
 
 def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: float) -> Tensor:
@@ -81,8 +73,10 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
     return torch.where(counts & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
 
 
-def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> list[Pair]:
+def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> tuple[list[Pair], str]:
     """Pairs that stretch much: along the direction of the largest singular value, and climbed from there by gradients.
+
+    Where the network has no gradient, along random directions; then a note says so.
 
     Args:
         f: the network.
@@ -92,18 +86,24 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
         seed: of the starting points.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def noise() -> Tensor:
-        return torch.randn(x.shape, generator=generator, dtype=torch.float64)
-
-    direction = _top_direction(f, x, noise(), steps)
+    start, noise, *directions = torch.randn(steps + 2, *x.shape, generator=generator, dtype=torch.float64)
     pairs = []
-    for share in _SHARES:
-        reach = share * radius * direction * (1 - 1e-6)
-        pairs.append((x + reach, x - reach))
+    note = ""
+    try:
+        direction = _top_direction(f, x, start, steps)
+        pairs.append(_climbed(f, x, direction, noise, radius, steps))
+        directions = [share * direction for share in _SHARES]
+    except Exception as error:  # noqa: BLE001 - an operation may lack a gradient in any way; the upper end holds without
+        note = f"the lower end is from random pairs: no gradient ({type(error).__name__}: {one_line(error)})"
+        directions = [unit(d) for d in directions]
+    offsets = [project(radius * d, radius) for d in directions]
+    return [*pairs, *((x + d, x - d) for d in offsets)], note
 
+
+def _climbed(f: Function, x: Tensor, direction: Tensor, noise: Tensor, radius: float, steps: int) -> Pair:
+    """The best pair met by gradient ascent on the stretch."""
     a = project(0.5 * radius * direction, radius)
-    b = -a + project(0.1 * radius * unit(noise()), radius)
+    b = -a + project(0.1 * radius * unit(noise), radius)
     best, kept_a, kept_b = torch.zeros(len(x), dtype=torch.float64), a, b
     for step in range(steps + 1):
         a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
@@ -117,15 +117,7 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
         size = radius * 0.2 * (1 - step / (steps + 1))
         a = project(a.detach() + size * unit(grad_a), radius)
         b = project(b.detach() + size * unit(grad_b), radius)
-    return [(x + kept_a, x + kept_b), *pairs]
-
-
-def _random_pairs(x: Tensor, radius: float, steps: int, seed: int) -> list[Pair]:
-    """Opposite points of the ball: needs no gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(steps, *x.shape, generator=generator, dtype=torch.float64)
-    offsets = [project(radius * unit(n), radius) for n in noise]
-    return [(x + a, x - a) for a in offsets]
+    return x + kept_a, x + kept_b
 
 
 def as_function(program: Program) -> Function:

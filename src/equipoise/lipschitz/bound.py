@@ -1,7 +1,6 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -74,16 +73,13 @@ def lipschitz_bound(
             raise Refused(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
-    reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    largest = max(reports, key=lambda report: report.log_upper)
+    report = _report(program, ball, rtol, chain)
     claims = (
         f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
         for r in program.regions
         if r.declared
     )
-    notes = [note for note in (*program.notes, stored, *claims, *largest.notes) if note]
-    pairs = largest.pairs if len(reports) == 1 else None
-    return replace(largest, notes=tuple(dict.fromkeys(notes)), pairs=pairs)
+    return replace(report, notes=tuple(note for note in (*report.notes, stored, *claims) if note))
 
 
 def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
@@ -94,19 +90,8 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
         together = multipliers if together is None else min(multipliers, together)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
-    layers = rows(run)
-    notes = (*program.notes, *_wider(layers, rtol))
-    return Report(totals[method], run.product, run.fused, layers, method, ball, notes, together, pair_constants(run))
-
-
-def _wider(layers: Sequence[Row], rtol: float) -> tuple[str, ...]:
-    """A note where norms are known less closely than was asked for."""
-    gaps = [row.upper / row.lower - 1 for row in layers if row.lower > 0]
-    wide = [gap for gap in gaps if gap > rtol * (1 + 1e-9)]
-    if not wide:
-        return ()
-    return (
-        f"{len(wide)} of {len(gaps)} norms are known within {format_up(max(wide), 2)} only, {rtol:g} was asked for",
+    return Report(
+        totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together, pair_constants(run)
     )
 
 

@@ -42,8 +42,7 @@ class Program:
 
     `regions` are the calls of modules that bound themselves and are trusted; `notes` say what the example stands for.
     `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
-    `single` is the program of one sample, where a bound must hold for that as well. `native` are constants as the network
-    itself computes them, where `constants` has them in float64.
+    `native` are constants as the network itself computes them, where `constants` has them in float64.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -53,7 +52,6 @@ class Program:
     regions: tuple[Region, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
-    single: Program | None = field(default=None, repr=False)
     native: dict[fx.Node, Any] = field(default_factory=dict, repr=False)
 
 
@@ -75,33 +73,23 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any, *, batch_dim
     require_module(model)
     examples = as_examples(example_input)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left as they were
-        choice = choose_example(model, examples, batch_dim)
-        program = _captured(model, choice.examples)
-        single = None if choice.single is None else _captured(model, choice.single)
-    notes = (choice.note,) if choice.note else ()
-    return replace(program, notes=notes, doubt=choice.doubt or program.doubt, single=single)
+        chosen, note, doubt = choose_example(model, examples, batch_dim)
+        program = _captured(model, chosen)
+    return replace(program, notes=(note,) if note else (), doubt=doubt or program.doubt)
 
 
 def require_module(model: Any) -> None:
-    """Refuse what is no module, or cannot be captured as one: scripted, quantised, or in training mode."""
+    """Refuse what is no module, is quantised, or is in training mode."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
     for path, module in model.named_modules():
-        name = f"module {path or 'the model'} ({type(module).__name__})"
-        if isinstance(module, torch.jit.ScriptModule):
+        if "quantized" in type(module).__module__:
+            raise Refused(f"module {path} computes in integers, which round: bound the network that was quantised")
+        if module.training and (isinstance(module, matters) or not type(module).__module__.startswith("torch.nn.")):
             raise Refused(
-                "TorchScript has no graph that torch.export can read: bound the module it was made from, or its ONNX file"
-            )
-        origin = type(module).__module__
-        if "quantized" in origin:
-            raise Refused(
-                f"{name} computes in integers, which round: no Lipschitz constant exists; bound the network that was "
-                "quantised"
-            )
-        if module.training and (isinstance(module, matters) or not origin.startswith("torch.nn.")):
-            raise Refused(
-                f"{name} is in training mode, in which the map depends on the batch or on chance; call model.eval() first"
+                f"module {path or 'the model'} ({type(module).__name__}) is in training mode, in which the map depends on the "
+                "batch or on chance; call model.eval() first"
             )
 
 
@@ -119,20 +107,13 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
     if not examples:
         raise InputError(f"{name} is an empty tuple; pass a float tensor")
     for x in examples:
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a tensor or a tuple of tensors, got {type(x).__name__}")
-        if x.layout is not torch.strided or x.is_meta:
-            kind = "has no values (device meta)" if x.is_meta else "is sparse"
-            raise InputError(f"{name} {kind}; pass a dense tensor with values")
-        if x.dtype in HALF:
-            raise Refused(
-                f"{name} has dtype {x.dtype}, in which every operation rounds; bound the real map of the stored weights: "
-                "model.float() keeps them exactly"
-            )
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
+            kind = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{name} must be a tensor or a tuple of tensors, dense and with values, got {kind}")
         if x.dtype not in (torch.float32, torch.float64):
             raise Refused(
-                f"{name} has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 "
-                "(for tokens, bound the network that follows the embedding)"
+                f"{name} has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 (for tokens, bound "
+                "the network that follows the embedding; model.float() keeps weights in half precision exactly)"
             )
         if x.numel() == 0:
             raise InputError(f"{name} is empty (shape {tuple(x.shape)})")
@@ -179,55 +160,41 @@ def in_single_precision(model: Any, example_input: Any) -> tuple[Any, Any, str]:
     return model, example_input, f"stored in {stored}: the bound is for the real map of the stored weights"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The tensors to capture a model on, a note about them, and why there is no bound, if there is none.
-
-    `single` are those of one sample, where the bound must hold for a batch and for one sample alike.
-    """
-
-    examples: Examples
-    note: str = ""
-    doubt: str = ""
-    single: Examples | None = None
-
-
-def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None = 0) -> Choice:
+def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None = 0) -> tuple[Examples, str, str]:
     """One sample, as a batch of one, where the model treats `batch_dim` as a batch; else the whole example.
 
-    The whole where there is no batch dimension, where the model does not run on one sample, and, next to one sample,
-    where an output has no batch dimension (`x.mean()`): then the bound is the larger of both. There is no
-    bound per sample where the samples of a batch mix.
+    The whole where there is no batch dimension, and where the model does not run on one sample. There is no bound per sample
+    where the samples of a batch mix, or where an output of several samples has no batch dimension (`x.mean()`).
 
     Args:
         model: in evaluation mode.
         examples: the inputs.
         batch_dim: the dimension of the inputs that holds samples; None: none does.
+
+    Returns:
+        The tensors to capture the model on, a note about them, and why there is no bound, if there is none.
     """
     examples = tuple(x.detach().clone() for x in examples)
     if batch_dim is None or all(x.dim() < 2 for x in examples):
         why = "batch_dim is None" if batch_dim is None else "the input has no batch dimension"
-        return Choice(examples, f"{why}: the bound is for the input as a whole")
+        return examples, f"{why}: the bound is for the input as a whole", ""
     if not all(-x.dim() <= batch_dim < x.dim() for x in examples):
         raise InputError(f"batch_dim is {batch_dim}, but the inputs have shapes {[tuple(x.shape) for x in examples]}")
     count = examples[0].shape[batch_dim]
     single = _sample(examples, batch_dim, 0)
     alone = _outputs(model, single)
-    several = count > 1 and _outputs(model, examples) is not None
     if alone is None:  # with a batch of one the capture says why
-        whole = f"the bound is for the example as a whole, a batch of {count}"
-        return Choice(examples, f"the model does not run on one sample of the example: {whole}" if several else "")
+        whole = f"the model does not run on one sample: the bound is for the example as a whole, a batch of {count}"
+        return examples, whole if count > 1 else "", ""
     batch = _samples(examples, batch_dim)
-    size = batch[0].shape[batch_dim]
     together = _outputs(model, batch)
-    dims = None if together is None else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
-    if dims is None or None in dims:
-        what = "the model does not run on several samples" if dims is None else "an output has no batch dimension"
-        if several:
-            both = f"the bound is the larger of those for a batch of {count}, as a whole, and for one sample"
-            return Choice(examples, f"{what}: {both}", single=single)
-        return Choice(single, f"{what}: the bound is for a batch of one")
-    return Choice(single, doubt=_MIXED if _samples_mix(model, batch, batch_dim, dims) else "")
+    size = batch[0].shape[batch_dim]
+    dims = [None] if together is None else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
+    if None in dims:
+        what = "an output has no batch dimension, or the model does not run on several samples"
+        todo = "pass one sample, or batch_dim=None to bound the input as a whole"
+        return single, f"{what}: the bound is for a batch of one", f"{what}; {todo}" if count > 1 else ""
+    return single, "", _MIXED if _samples_mix(model, batch, batch_dim, dims) else ""
 
 
 def _sample(examples: Examples, dim: int, index: int) -> Examples:
@@ -243,6 +210,8 @@ _MIXED = (
 #: samples that are compared: of small inputs at least (a prime, so that no shift along the batch ends where it began), of large
 #: inputs at least and at most, and what is small, in entries
 _SMALL, _FEWEST, _MOST, _ENTRIES = 11, 3, 8, 2**18
+#: difference of a sample alone and next to others that rounding may explain
+_MIXING = {torch.float32: 1e-3, torch.float64: 1e-7}
 
 
 def _samples(examples: Examples, dim: int) -> Examples:
@@ -266,17 +235,22 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
 
 
 def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether samples give other values alone than next to others: a check, not a proof.
+    """Whether samples give other values alone than next to others: a check, not a proof."""
+    return not _holds(model, batch, lambda net, some: _stay_apart(net, some, dim, dims))
 
-    Where they do, they are compared again in float64: large offsets cancel with rounding.
-    """
-    if _stay_apart(model, batch, dim, dims, 1e-3):
+
+def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Examples], bool]) -> bool:
+    """Whether a check holds in the model's own precision or else in float64: large offsets cancel with rounding."""
+    if check(model, point):
+        return True
+    try:
+        wide = copy.deepcopy(model).double()
+    except Exception:  # noqa: BLE001 – a module may forbid copies in any way
         return False
-    wide = _double(model)
-    return wide is None or not _stay_apart(wide, tuple(x.double() for x in batch), dim, dims, 1e-7)
+    return check(wide, tuple(x.double() for x in point))
 
 
-def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None], tolerance: float) -> bool:
+def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
     """Whether the first and the last sample give alone what they give next to others, and next to samples of NaN.
 
     Both ends, so that samples that read only those before them, or only those after them, are seen.
@@ -295,19 +269,9 @@ def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int 
             if alone is None or together is None:
                 return False
             for a, t, d in zip(alone, together, dims, strict=True):
-                b = t.chunk(size, d or 0)[i]
-                atol = tolerance * (1 + (float(a.abs().nan_to_num().max()) if a.numel() else 0))
-                if not torch.allclose(a, b, rtol=0, atol=atol, equal_nan=True):
+                if not _agree(a, t.chunk(size, d or 0)[i], _MIXING, 1.0):
                     return False
     return True
-
-
-def _double(model: nn.Module) -> nn.Module | None:
-    """A copy in float64; None where the model cannot be copied."""
-    try:
-        return copy.deepcopy(model).double()
-    except Exception:  # noqa: BLE001 – a module may forbid copies in any way
-        return None
 
 
 def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
@@ -346,10 +310,7 @@ _DIFFERS = (
 
 
 def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
-    """Whether program and model agree on the example and two random points, with and without gradients.
-
-    Where they do not, both are compared in float64: rounding after large offsets is no difference.
-    """
+    """Whether program and model agree on the example and two random points, with and without gradients."""
     generator = torch.Generator().manual_seed(0)
     points = [examples]
     for scale in (1.0, 30.0):
@@ -357,10 +318,7 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
         points.append(tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True)))
     for i, point in enumerate(points):
         with torch.set_grad_enabled(i == 1):
-            if _same_values(model, program, point, exact=False):
-                continue
-            wide = _double(model)
-            if wide is None or not _same_values(wide, program, tuple(x.double() for x in point), exact=True):
+            if not _holds(model, point, lambda net, some: _same_values(net, program, some, exact=net is not model)):
                 return False
     return True
 
@@ -370,7 +328,7 @@ def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: 
     theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
     with torch.no_grad():
         ours = run_program(program, point, exact=exact)
-    return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
+    return len(ours) == len(theirs) and all(_agree(a, b, _ROUNDING) for a, b in zip(ours, theirs, strict=True))
 
 
 def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
@@ -394,13 +352,13 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
     return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two outputs differ by no more than rounding, relative to the largest entry."""
+def _agree(a: Tensor, b: Tensor, rounding: dict[torch.dtype, float], least: float = 0.0) -> bool:
+    """Whether two outputs differ by no more than rounding, relative to the largest entry plus `least`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     finite = torch.cat([a[a.isfinite()], b[b.isfinite()]]).abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=0, atol=_ROUNDING.get(a.dtype, 1e-2) * largest, equal_nan=True)
+    return torch.allclose(a, b, rtol=0, atol=rounding.get(a.dtype, 1e-2) * (largest + least), equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -428,9 +386,6 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
         model: in evaluation mode.
         examples: what it is run and exported on.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
     with torch.no_grad():
         try:
             model(*examples)
@@ -438,14 +393,13 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
             raise InputError(
                 f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
             ) from error
-        jumps = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
         try:
             with _exporting():
                 return torch.export.export(model, examples, strict=False)
         except Exception as error:
-            hint = "control flow depends on the data" if isinstance(error, jumps) else "the forward cannot be captured"
             raise Refused(
-                f"{hint}, so there is no fixed graph to bound ({type(error).__name__}: {one_line(error)[:200]}); "
+                "the forward cannot be captured, e.g. because its control flow depends on the data: there is no fixed graph to "
+                f"bound ({type(error).__name__}: {one_line(error)[:200]}); "
                 "replace Python branches on tensor values by tensor operations, or bound the parts separately"
             ) from error
 

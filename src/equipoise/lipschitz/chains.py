@@ -17,7 +17,6 @@ verified residual of the inverse. Reference: Xu & Sivaranjani 2024 (ECLipsE-Fast
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,15 +35,12 @@ WIDEST = 3000
 _U = 2.0**-53
 
 
-Slopes = Sequence[tuple[float, float]] | tuple[float, float]
-
-
-def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float:
+def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1.0)) -> float:
     """Upper bound of the Lipschitz constant of `W_l φ(… φ(W_1 x))`, never above the product of norms.
 
     Args:
         weights: the matrices `(out, in)` from input to output.
-        slopes: interval of slopes of the activation, one for all or one per hidden layer; ReLU by default.
+        slopes: interval of slopes of the activations; ReLU by default.
 
     >>> W = [torch.randn(20, 10), torch.randn(20, 20), torch.randn(3, 20)]
     >>> product = math.prod(float(spectral_norm(w).upper) for w in W)
@@ -56,14 +52,12 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
         raise InputError("a chain needs at least one matrix (out, in)")
     for weight in weights:
         require_tensor(weight, "a weight of the chain", dims=2)
-    one_for_all = len(slopes) == 2 and not isinstance(slopes[0], tuple)
-    each: list[Any] = [slopes] * hidden if one_for_all else list(slopes)
-    if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
-        raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
+    if any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
+        raise InputError("every matrix of a chain takes as many inputs as the one before it has outputs")
     layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():
-        product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
-        closed = _closed_form(layers, each)
+        product = log_product(*(log_up(_norm(layer)) for layer in layers), *[log_up(max(map(abs, slopes)))] * hidden)
+        closed = _closed_form(layers, [slopes] * hidden)
     return exp_up(product if closed is None else min(product, closed))
 
 
@@ -137,7 +131,7 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     N = eye - (q * t) * B
     shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
     N = N - math.copysign(1.0, q) * shift * eye  # towards the larger B
-    inverse = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
+    inverse = verified_inverse(N)
     if inverse is None:
         return None
     X, e = inverse
@@ -147,21 +141,18 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     return _symmetric(Y, 0.0) - eye * inflate(lost + 8 * _U * float(frobenius(Y)))
 
 
-def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, float] | None:
+def verified_inverse(Y: Tensor) -> tuple[Tensor, float] | None:
     """`(X, e)` with `‖Y⁻¹ − X‖₂ ≤ e`, from the residual `I − YX`; None where Y is not verified positive definite.
 
     If `‖I − YX‖ ≤ r < 1` then Y is invertible and `‖Y⁻¹ − X‖ ≤ ‖X‖·r/(1 − r)`. Positive definiteness by a Cholesky
     factorisation of
-    `Y − shift·I` whose shift exceeds its backward error (Rump 2006), unless the caller has proved it.
+    `Y − shift·I` whose shift exceeds its backward error (Rump 2006).
     """
     n = Y.shape[0]
     size = float(frobenius(Y))
-    if positive is False:
+    shift = inflate(4 * (n + 8) * _U * float(Y.diagonal().abs().sum()) + 8 * _U * size)
+    if int(torch.linalg.cholesky_ex(Y - shift * torch.eye(n, dtype=torch.float64))[1]) != 0:
         return None
-    if positive is None:
-        shift = inflate(4 * (n + 8) * _U * float(Y.diagonal().abs().sum()) + 8 * _U * size)
-        if int(torch.linalg.cholesky_ex(Y - shift * torch.eye(n, dtype=torch.float64))[1]) != 0:
-            return None
     X = torch.linalg.inv(Y)
     if not bool(torch.isfinite(X).all()):
         return None

@@ -125,7 +125,7 @@ def _is_number(value: Any) -> bool:
 
 def _recognise(node: fx.Node, result: Decomposed) -> None:
     """Replace a node that ends a composition by the operation that the composition is."""
-    chain = _root_mean_square(node) or _gated(node) or _logarithm(node)
+    chain = _root_mean_square(node) or _gated(node)
     if chain is None:
         return
     last: fx.Node | None = None
@@ -185,16 +185,6 @@ def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
     return (_target(squared) is _aten.square.default and squared.args == (x,)) or _powers(squared, x) == {2: 1.0}
 
 
-#: of a logarithm that is one operation with what it is taken of
-_LOGS = {_aten.sigmoid.default: _aten.log_sigmoid.default, _aten.softmax.int: _aten.log_softmax.int}
-
-
-def _logarithm(node: fx.Node) -> Chain | None:
-    """`log σ(x)` and `log softmax(x)`."""
-    inner: Any = node.args[0] if _target(node) is _aten.log.default else None
-    return [(_LOGS[_target(inner)], inner.args, {})] if _target(inner) in _LOGS else None
-
-
 def _gated(node: fx.Node) -> Chain | None:
     """`c·x·g(kx)` for g = σ, 1 + erf, GELU's 1 + tanh, tanh∘softplus: by φ(x) = x·g(x) it is `(c/k)·φ(kx)`."""
     scale, factors = _product(node)
@@ -238,12 +228,9 @@ def _gate(x: fx.Node, gate: fx.Node) -> tuple[Any, dict[str, Any], float, float]
         same = powers.keys() == _TANH_FORM.keys()
         same = same and all(abs(powers[i] / value - 1) <= near for i, value in _TANH_FORM.items())
         return (_aten.gelu.default, {"approximate": "tanh"}, 1.0, 2.0) if same else None
-    # x·(1 + erf(kx)) = 2·GELU(sx)/s for s = k·√2, and the slopes of GELU(sx)/s are those of GELU
-    s = powers.get(1, 0.0) * math.sqrt(2)
-    if powers.keys() != {1} or not _SMALLEST < abs(s) < _LARGEST:
-        return None
-    s = 1.0 if abs(s - 1) <= near else s
-    return _aten.gelu.default, {}, s, 2 / s
+    # x·(1 + erf(x/√2)) = 2·GELU(x)
+    same = powers.keys() == {1} and abs(powers[1] * math.sqrt(2) - 1) <= near
+    return (_aten.gelu.default, {}, 1.0, 2.0) if same else None
 
 
 def _powers(node: Any, x: fx.Node) -> dict[int, float]:
@@ -301,10 +288,7 @@ def _product(node: Any) -> tuple[float, list[fx.Node]]:
 
 
 #: operations with a kernel of their own that PyTorch also knows to write out
-_KNOWN = (
-    _aten.addcmul, _aten.addcdiv, _aten.baddbmm, _aten.addmm, _aten.addmv, _aten.addr, _aten.dot, _aten.rot90, _aten.dist,
-    _aten.aminmax, _aten.take, _aten.index_add, _aten.index_copy, _aten.index_fill, _aten.linalg_cross, _aten.trace,
-)  # fmt: skip
+_KNOWN = (_aten.addcmul, _aten.addcdiv, _aten.baddbmm, _aten.addmm, _aten.addmv, _aten.dot)
 
 
 def _attention(
@@ -329,21 +313,8 @@ def _attention(
     return torch.matmul(torch.softmax(scores, -1), v)
 
 
-def _lerp(a: Tensor, b: Tensor, weight: Any) -> Tensor:
-    return a * (1 - weight) + b * weight
-
-
-def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: int | None = None) -> Tensor:
-    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
-
-
 #: operations that PyTorch does not write out, and what they are
-_OWN: dict[Any, Callable[..., Tensor]] = {
-    _aten.scaled_dot_product_attention.default: _attention,
-    _aten.lerp.Scalar: _lerp,
-    _aten.lerp.Tensor: _lerp,
-    _aten.cdist.default: _distances,
-}
+_OWN: dict[Any, Callable[..., Tensor]] = {_aten.scaled_dot_product_attention.default: _attention}
 
 
 def _is_composed(node: fx.Node) -> bool:

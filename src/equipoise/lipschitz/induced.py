@@ -35,12 +35,8 @@ def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None,
     if order not in ("l1", "linf"):
         raise InputError(f"order must be l1 or linf, got {order!r}")
     program = capture(model, example_input)
-    totals = [
-        _total(reading, _logs(propagate(reading, None, rtol=0.1), order), order)
-        for reading in (program, program.single)
-        if reading is not None
-    ]
-    return Bound(exp_up(max(totals)), Kind.UPPER, f"product of {order} norms")
+    total = _total(program, _logs(propagate(program, None, rtol=0.1), order), order)
+    return Bound(exp_up(total), Kind.UPPER, f"product of {order} norms")
 
 
 def induced_pairs(run: Propagation, order: Order) -> Tensor:

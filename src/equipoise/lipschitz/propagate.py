@@ -88,11 +88,10 @@ def propagate(
                 step = Step((), "inside a block", map=Opaque(inside=True))
                 node_facts = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
-            patterns = (_residual(call, step, steps, facts), _centering(call, step))
-            ending = (*regions.get(node, ()), *(region for region in patterns if region is not None))
-            if ending:
-                regions[node] = ending
-            facts[node] = _shortened(node_facts, ending, facts)
+            pattern = _residual(call, step, steps, facts) or _centering(call, step)
+            if pattern is not None:
+                regions[node] = (*regions.get(node, ()), pattern)
+            facts[node] = _shortened(node_facts, regions.get(node, ()), facts)
     if program.doubt:
         raise Refused(program.doubt)
     product = log_root(facts[o].product for o in program.outputs)

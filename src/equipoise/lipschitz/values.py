@@ -6,6 +6,7 @@ is another function beyond rounding: `softplus` returns x above `βx = threshold
 hides from gradients what it does, by the identity that it is.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,15 +40,12 @@ def _from_onnx(node: fx.Node) -> bool:
 
 def source_line(node: fx.Node) -> str:
     """`file line N: code` of the innermost frame that is not PyTorch's own."""
-    frames = [f.strip() for f in str(node.meta.get("stack_trace") or "").split("File ") if f.strip()]
-    own = [f for f in frames if "site-packages/torch/" not in f] or frames
+    frames = re.findall(r'File "(.+)", line (\d+).*\n *(.*)', str(node.meta.get("stack_trace") or ""))
+    own = [f for f in frames if "site-packages/torch/" not in f[0]] or frames
     if not own:
         return ""
-    head, _, code = own[-1].partition("\n")
-    name, _, rest = head.partition(", line ")
-    text = code.strip().splitlines()[0].strip() if code.strip() else ""
-    number = rest.split(",")[0]
-    return f"{name.strip(chr(34)).rsplit('/', 1)[-1]} line {number}" + (f": {text}" if text else "")
+    name, number, code = own[-1]
+    return f"{name.rsplit('/', 1)[-1]} line {number}: {code}"
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
@@ -56,13 +54,13 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
 
 
 _aten = torch.ops.aten
-#: operations that are not, in value or gradient, the function promised, or that need strides which other values may not have
+#: operations that are not, in value or gradient, the function promised
 EXACT: dict[Any, Callable[..., Any]] = {
     _aten.softplus.default: softplus,
     _aten.detach.default: _aten.alias.default,
-    _aten.view.default: _aten.reshape.default,
-    _aten._unsafe_view.default: _aten.reshape.default,
 }
+#: a view may not exist for the strides that other values have
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
 
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -88,7 +86,7 @@ def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, ex
         kwargs: keyword arguments.
         exact: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
     """
-    operation: Any = node.target
+    operation: Any = _aten.reshape.default if node.target in _RESHAPES else node.target
     if not exact:
         return operation(*args, **kwargs)
     args, kwargs = [_widened(a) for a in args], {name: _widened(a) for name, a in kwargs.items()}

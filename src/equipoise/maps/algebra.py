@@ -114,26 +114,26 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
 
 def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix | Convolution | None:
     """`diag(f)·A` (rows) or `A·diag(f)` (columns); the rounding of the product and the errors of both factors add up."""
-    factor, top = scale.factor, float(scale.factor.abs().max())
     if isinstance(form, Matrix):
-        side, dim = form.matrix.shape[0 if rows else 1], -1
+        weight, groups, dim = form.matrix.double(), 1, -1
     else:
-        side, dim = form.weight.shape[0] if rows else form.geometry.channels, 1
+        weight, groups, dim = form.weight.double(), form.groups, 1
+    side = weight.shape[0] if rows else weight.shape[1] * groups
+    factor, top = scale.factor, float(scale.factor.abs().max())
     if factor.numel() > 1 and (scale.dim != dim or factor.numel() != side):
         return None
+
+    # blocks of (group, output, input, *taps); the factors lie along the second or the third axis
+    blocks = weight.reshape(groups, -1, *weight.shape[1:])
+    along = (groups, -1, 1) if rows else (groups, 1, -1)
+    product = blocks * factor.reshape(-1).expand(side).reshape(*along, *[1] * (weight.dim() - 2))
+    scaled = product.reshape(weight.shape)
+
     if isinstance(form, Matrix):
-        matrix = form.matrix.double()
-        product = matrix * factor.reshape((-1, 1) if rows else (1, -1))
-        rounding = 8 * _U * float(frobenius(product))
-        return Matrix(product, _product_error(rounding, top, scale.error, float(frobenius(matrix)), form.error))
-    weight = form.weight.double()
-    if rows:
-        scaled = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
-    else:
-        per_group = factor.expand(side).reshape(form.groups, 1, -1, *[1] * (weight.dim() - 2))
-        scaled = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
-    error = _product_error(8 * _U * spread(scaled, form), top, scale.error, spread(weight, form), form.error)
-    return replace(form, weight=scaled, error=error)
+        sizes = [float(frobenius(w)) for w in (scaled, weight)]
+        return Matrix(scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error))
+    sizes = [spread(w, form) for w in (scaled, weight)]
+    return form.with_weight(scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error))
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
@@ -196,14 +196,10 @@ def _as_convolution(scale: Diagonal, like: Convolution) -> Convolution | None:
 
 
 def _ungrouped(conv: Convolution) -> Tensor:
-    parts = conv.geometry.grouped(conv.weight.double())
-    if conv.groups == 1:
-        return parts[0]
-    rows, columns = parts.shape[1:3]
-    full = parts.new_zeros(conv.groups * rows, conv.groups * columns, *parts.shape[3:])
-    for g, part in enumerate(parts):
-        full[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] = part
-    return full
+    """The weight with the blocks of its groups on the diagonal, and zeros elsewhere."""
+    parts = conv.kernel.double()
+    identity = torch.eye(conv.groups, dtype=torch.float64, device=parts.device)
+    return torch.einsum("gh,goi...->gohi...", identity, parts).flatten(0, 1).flatten(1, 2)
 
 
 def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:

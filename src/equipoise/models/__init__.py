@@ -51,7 +51,7 @@ class Trained:
         """
         if self.input_shape is None:
             raise InputError(f"{self.name} does not say the shape of its inputs, so there is nothing to bound")
-        upper, pairs, _ = proved(self.model, self.input_shape, rtol)
+        upper, pairs = proved(self.model, self.input_shape, rtol)
         for name, value in (("upper", torch.tensor(upper)), ("pairs", pairs)):
             stored = self.certificate.get(name)
             if stored is not None and (value is None or not _covers(stored, value)):
@@ -77,10 +77,13 @@ def _network_digest(config: Mapping[str, Any]) -> str:
     return digest_document({key: config.get(key) for key in ("factory", "arguments", "input_shape")})
 
 
-def proved(
-    model: nn.Module, input_shape: Sequence[int], rtol: float = 1e-3
-) -> tuple[float, Tensor | None, dict[str, float]]:
-    """Bound, constants of pairs and bounds by layer of a network with its effective weights, in evaluation mode.
+def proved(model: nn.Module, input_shape: Sequence[int], rtol: float = 1e-3) -> tuple[float, Tensor | None]:
+    """Bound and constants of pairs of a network with its effective weights, in evaluation mode.
+
+    Args:
+        model: the network.
+        input_shape: of one input.
+        rtol: of the layers' norms.
 
     >>> proved(nn.Flatten(), (2, 2))[0] >= 1
     True
@@ -88,11 +91,7 @@ def proved(
     parameter = next(model.parameters(), torch.zeros(()))
     example = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
     report = lipschitz_bound(with_effective_weights(model, example), example, rtol=rtol)
-    layers: dict[str, float] = {}
-    for row in report.layers:
-        if row.method and row.upper < float("inf"):  # linear operators and blocks, not activations and scalings
-            layers[row.name if row.name not in layers else row.node] = row.upper
-    return report.upper, report.pairs, layers
+    return report.upper, report.pairs
 
 
 def bundled() -> list[str]:

@@ -21,15 +21,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from equipoise.core.precision import (
     deflate,
-    frobenius,
     gamma,
     inflate,
     ldexp_down,
@@ -38,7 +37,6 @@ from equipoise.core.precision import (
     unit_roundoff,
 )
 from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side
-from equipoise.norms.lanczos import Krylov, krylov, lanczos, random_start
 
 Result = tuple[float, float, Tensor]
 
@@ -52,10 +50,6 @@ PIECE = 256
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
 NEGLIGIBLE = 1e-6
-#: columns from which it is worth splitting off the top, and the smallest tolerance that allows it
-SPLIT, FINEST = 480, 1e-5
-#: most vectors that are split off; the share left for what Ritz values miss, and largest residual of such that count
-MOST_SPLIT, MARGIN, CONVERGED = 16, 5e-3, 3e-3
 
 
 @contextlib.contextmanager
@@ -90,30 +84,15 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     n = A.shape[1]
     step = n if n < 128 else -(-n // 4)  # products of blocks leave three eighths of the square out
     single = dtype is torch.float32
-    multiply = _by_onednn if single and n >= SPLIT and onednn_is_exact() else torch.nn.functional.linear
     G = torch.zeros(n, n, dtype=dtype)
     for piece in A.split(PIECE if single else len(A)):
         columns = piece.to(dtype).mT.contiguous()
         for first in range(0, n, step):
             last = min(n, first + step)
-            G[first:last, :last] += multiply(columns[first:last], columns[:last])
+            G[first:last, :last] += torch.nn.functional.linear(columns[first:last], columns[:last])
     for first in range(step, n, step):
         G[:first, first : first + step] = G[first : first + step, :first].mT
     return G
-
-
-def _by_onednn(X: Tensor, Y: Tensor) -> Tensor:
-    """`X Yᵀ` in float32 by oneDNN: twice as fast as MKL on processors of AMD."""
-    return torch.nn.functional.linear(X.to_mkldnn(), Y.to_mkldnn()).to_dense()
-
-
-@cache
-def onednn_is_exact() -> bool:
-    """Whether oneDNN is there, and multiplies numbers of float32 as they are: it can be told to round them first."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    x = torch.full((64, 64), 1 + 2.0**-11)
-    return bool((_by_onednn(x, x) > 64 * (1 + 2.0**-11)).all())
 
 
 def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
@@ -284,10 +263,131 @@ def is_below(G: Tensor, tau: float, error: float) -> bool:
     return 0 < tau < math.inf and bool(below(G[None], torch.tensor([tau], dtype=torch.float64), error))
 
 
+# --- Lanczos steps: the top of a Hermitian operator from below, as an estimate ---------------------------------------------
+
+Operator = Callable[[Tensor], Tensor]
+
+
+def random_start(n: int, like: Tensor) -> Tensor:
+    """A fixed Gaussian start vector of length n (the same every time, so that results are reproducible).
+
+    Args:
+        n: its length.
+        like: a tensor of the type and device that it gets.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+
+
+def perturb(v: Tensor) -> Tensor:
+    """A unit vector near v with a share of every direction: Lanczos steps never leave an eigenvector that they start from.
+
+    >>> perturb(torch.tensor([1.0, 0.0]))[1] != 0
+    tensor(True)
+    """
+    noise = random_start(len(v), v)
+    v = v + 0.1 * torch.linalg.vector_norm(v) / torch.linalg.vector_norm(noise) * noise
+    return v / torch.linalg.vector_norm(v)
+
+
+@dataclass(frozen=True)
+class Krylov:
+    """`G Qᵀ = Qᵀ T + β q eᵀ`: orthonormal rows Q, and T tridiagonal with `diagonal` and `off_diagonal`, which ends with β."""
+
+    Q: Tensor
+    diagonal: list[float]
+    off_diagonal: list[float]
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """All Ritz values, smallest first, and their coordinates in the rows of Q, as columns."""
+        T = torch.diag(torch.tensor(self.diagonal, dtype=torch.float64))
+        beside = torch.tensor(self.off_diagonal[:-1], dtype=torch.float64)
+        torch.diagonal(T, -1).copy_(beside)  # eigh reads the lower triangle
+        return torch.linalg.eigh(T)
+
+    def value(self) -> float:
+        """The largest Ritz value."""
+        return float(self.ritz()[0][-1])
+
+    def top(self) -> Tensor:
+        """The Ritz vector of the largest value."""
+        return self.ritz()[1][:, -1].to(self.Q) @ self.Q
+
+
+def krylov(
+    multiply: Operator, start: Tensor, steps: int, stop: Callable[[Krylov], bool] | None = None, every: int = 4
+) -> Krylov:
+    """Orthogonalised Lanczos steps.
+
+    Args:
+        multiply: the Hermitian operator on flat vectors.
+        start: the first vector.
+        steps: how many steps at most.
+        stop: ends the steps early.
+        every: how often `stop` is called.
+    """
+    n = start.numel()
+    breakdown = 8 * torch.finfo(start.dtype).eps
+    Q = start.new_zeros(min(steps, n), n)
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
+    q = start / start.abs().amax()  # squares of a small vector would vanish
+    q = q / torch.linalg.vector_norm(q)
+    for j in range(len(Q)):
+        Q[j] = q
+        basis = Q[: j + 1]
+        w = multiply(q)
+        diagonal.append(float(torch.vdot(q, w).real))
+        w = torch.sub(w, q, alpha=diagonal[j])
+        if j:
+            w = torch.sub(w, Q[j - 1], alpha=off_diagonal[-1])
+        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)  # rounding brings back what the recurrence took out
+        off_diagonal.append(float(torch.linalg.vector_norm(w)))
+        if off_diagonal[j] <= breakdown * max(map(abs, diagonal)):
+            break
+        if stop is not None and (j + 1) % every == 0 and stop(Krylov(basis, diagonal, off_diagonal)):
+            break
+        q = w / off_diagonal[j]
+    return Krylov(Q[: len(diagonal)], diagonal, off_diagonal)
+
+
+def lanczos(multiply: Operator, start: Tensor, steps: int, converged: float = 0.0) -> Tensor:
+    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors.
+
+    Args:
+        multiply: the operator.
+        start: the first vector.
+        steps: how many steps at most.
+        converged: stop early, once eight steps have raised the Ritz value by no more than this share.
+    """
+    return krylov(multiply, start, steps, has_converged(converged) if converged else None).top()
+
+
+def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Callable[[Krylov], bool]:
+    """True if the Ritz value is `enough`, or rose by no more than `share` in the last `calls` calls.
+
+    Args:
+        share: relative gain that is not worth another step.
+        calls: over how many calls the gain is counted.
+        enough: a Ritz value that suffices.
+    """
+    values: list[float] = []
+
+    def stop(space: Krylov) -> bool:
+        values.append(space.value())
+        slow = len(values) > calls and values[-1] - values[-1 - calls] <= share * values[-1]
+        return slow or values[-1] >= enough
+
+    return stop
+
+
+# --- brackets of matrices ---------------------------------------------------------------------------------------------------
+
+
 def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough: float = 0.0) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
-    Real matrices are tried in float32 first: with a start as they are, without one, where they are large, off their top space.
+    Real matrices with a start are tried in float32 first.
 
     Args:
         W: one matrix, real or complex.
@@ -304,11 +404,8 @@ def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough
     limit = ldexp_down(enough, -e)
     with single_thread(A.numel() * A.shape[1]):
         result = None
-        if not A.is_complex():
-            if start is not None:
-                result = _bracket(A, torch.float32, rtol, start, limit)
-            elif A.shape[1] >= SPLIT and rtol >= FINEST:
-                result = _split_bracket(A, rtol)
+        if start is not None and not A.is_complex():
+            result = _bracket(A, torch.float32, rtol, start, limit)
         result = result or _bracket(A, torch.float64, rtol, start, limit)
         assert result is not None
         lower, upper, v = result
@@ -358,91 +455,6 @@ def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, e
         if attempt >= 6:
             slack *= 2
     return None
-
-
-def _split_bracket(A: Tensor, rtol: float) -> Result | None:
-    """The bracket of a large real matrix in float32, off its top space; None where the spectrum falls too slowly for that.
-
-    A Gram matrix Ĝ in float32 may be off by up to a per cent of σ₁², too much for σ₁ but not for what is left beside the top.
-    With V the leading Ritz vectors of Ĝ, `‖Ax‖² ≤ β²‖x‖²` for all x ⟂ V is proved by a factorisation in float32: `Ĝ − VBᵀ − BVᵀ`
-    agrees with Ĝ off V whatever B. Thin products with A in float64 give `P = VᵀAᵀAV` and `R = (I − VVᵀ)AᵀAV`, and a Schur
-    complement
-
-        P + RᵀR/(τ − β²)  ⪯  τ·VᵀV        ⟹        σ₁(A)² ≤ τ.
-    """
-    G = syrk(A, torch.float32)
-    error, size = syrk_error(A, G)
-    space, k, rest = _division(G, error, rtol)
-    if not k:
-        return None
-    V = torch.linalg.qr(space.Q.mT.double() @ space.ritz()[1].flip(1)[:, :k])[0].float()
-    Z = G @ V
-    B = Z - V @ (V.mT @ Z) / 2
-    H = torch.addmm(G, torch.cat([V, B], 1), torch.cat([B, V], 1).mT, alpha=-1)
-    moved = size + 2 * float(inflate(frobenius(V) * frobenius(B)))
-    if not is_below(H, rest, inflate(error + gamma(2 * k + 8, torch.float32) * moved)):
-        return None
-    return _schur_bracket(A, V, rest, rtol)
-
-
-def _division(G: Tensor, error: float, rtol: float) -> tuple[Krylov, int, float]:
-    """`(space, k, β²)`: how many Ritz vectors of G to split off (0: no number will do), and what to prove of the rest.
-
-    For `τ = θ₁(1 + 1.5 rtol)` the Schur complement holds up to `β² = τ − Σ r_i²/(τ − θ_i)`; the rest has about θ_{k+1}.
-    """
-    loss = 0.0
-    chosen: tuple[int, float] = (0, 0.0)
-
-    def stop(space: Krylov) -> bool:
-        nonlocal loss, chosen
-        if len(space.diagonal) < 32:
-            return False
-        theta, Y = (x.flip(-1) for x in space.ritz())
-        residual = (space.off_diagonal[-1] * Y[-1]).abs()
-        loss = loss or expected_loss(G, float(theta[0]))
-        tau = theta[0] * (1 + 1.5 * rtol)
-        beta = (tau - torch.cumsum(residual**2 / (tau - theta), 0))[:MOST_SPLIT]
-        following = slice(1, len(beta) + 1)
-        fits = theta[following] * (1 + MARGIN) + error <= beta * (1 - loss - MARGIN)
-        fits &= residual[following] <= CONVERGED * tau
-        if bool(fits.any()):
-            k = int(fits.int().argmax()) + 1
-            chosen = k, float(beta[k - 1])
-        return chosen[0] > 0
-
-    space = krylov(G.matmul, random_start(len(G), G), 112, stop, every=8)
-    return space, *chosen
-
-
-def _schur_bracket(A: Tensor, V: Tensor, rest: float, rtol: float) -> tuple[float, float, Tensor] | None:
-    """The bracket from `rest ≥ sup ‖Ax‖²` over unit x ⟂ V, by the Schur complement of `_deflated_bracket`."""
-    k = V.shape[1]
-    rows = V.double().mT.contiguous()
-    W = A.double()
-    Y = rows @ W.mT
-    P = Y @ Y.mT
-    Z = Y @ W
-    off = Z - (Z @ rows.mT) @ rows
-    N, v, spread = (float(frobenius(x)) for x in (A, rows, off))
-    gap = rows @ rows.mT - torch.eye(k, dtype=torch.float64)
-    g = gamma(sum(A.shape) + k + 16, torch.float64)
-    defect = inflate(float(frobenius(gap)) + g * v**2)
-    error_P = 8 * g * N**2 * v**2
-    lost = g * N**2 * v * (5 + 2 * v**2)  # norm of what R is off by
-    error_R = 2 * ((2 * spread + lost) * lost + g * spread**2)
-
-    y = torch.linalg.eigh(P)[1][:, -1]
-    square = float(y @ P @ y) / float(y @ y) * (1 - 1e-12) - error_P
-    lower = deflate(math.sqrt(max(0.0, square) / (1 + defect)))
-    tau = (lower * (1 + 0.9 * rtol)) ** 2
-    margin = deflate(tau - rest)
-    if margin <= 0 or defect > 0.1:
-        return None
-    rounding = 16 * unit_roundoff(torch.float64) * spread**2 / margin
-    error = inflate(error_P + error_R / margin + rounding)
-    if not is_below(P + off @ off.mT / margin, deflate(tau * (1 - defect)), error):
-        return None
-    return lower, inflate(math.sqrt(inflate(tau))), V[:, 0].contiguous()
 
 
 def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:

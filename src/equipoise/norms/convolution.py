@@ -26,9 +26,8 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution
-from equipoise.norms.cholesky import dense_bracket, single_thread
+from equipoise.norms.cholesky import dense_bracket, has_converged, krylov, lanczos, random_start, single_thread
 from equipoise.norms.gram import rayleigh_lower, wide
-from equipoise.norms.lanczos import has_converged, krylov, lanczos, random_start
 from equipoise.norms.search import Search, SymbolBound
 from equipoise.norms.symbol import Symbol, correlation_error
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, gamma, rescaled, unit_roundoff, working_dtype
@@ -39,7 +38,7 @@ from equipoise.maps.geometry import (
 )
 from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.cholesky import below, verification_loss
-from equipoise.norms.gram import adjoint, entries_norm, gram_iterate, near_one, scaled, small_side
+from equipoise.norms.gram import adjoint, entries_norm, iterated_norm, near_one, scaled, small_side
 from equipoise.norms.symbol import Symbol, combining_pays, tap_positions
 
 #: relative rounding error up to which `symbol_norm` computes in float32
@@ -246,13 +245,8 @@ def _peak_of(kernel: Tensor, sizes: list[int], iterations: int) -> Tensor:
 
 
 def _differentiated(W: Tensor) -> bool:
-    """Whether a derivative is wanted, backward or forward."""
-    return (torch.is_grad_enabled() and W.requires_grad) or _moved(W)
-
-
-def _moved(W: Tensor) -> bool:
-    """Whether W has a tangent."""
-    return not torch.compiler.is_compiling() and forward_ad.unpack_dual(W).tangent is not None
+    """Whether a derivative is wanted."""
+    return torch.is_grad_enabled() and W.requires_grad
 
 
 def _check_iterations(iterations: int) -> None:
@@ -295,20 +289,13 @@ def explicit_gradient(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     return s.to(A.real.dtype), adjoint(gradient) if W.shape[-2] < W.shape[-1] else gradient
 
 
-def _value(W: Tensor, iterations: int) -> Tensor:
-    A, log2 = gram_iterate(W.resolve_conj(), iterations)
-    norm = torch.linalg.matrix_norm(A).double()
-    s = torch.exp2((norm.clamp_min(1e-300).log2() + log2) * 2.0**-iterations)
-    return torch.where(norm == 0, torch.zeros_like(s), s).to(A.real.dtype)
-
-
 @torch.library.custom_op("equipoise::gram_norm", mutates_args=())
 def _gram_norm(W: Tensor, iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
     with full_precision():
         if want_gradient:
             s, gradient = explicit_gradient(W, iterations)
             return s.clone(), gradient.contiguous()
-        return _value(W, iterations).clone(), W.new_empty(0)
+        return iterated_norm(W.resolve_conj(), iterations).clone(), W.new_empty(0)
 
 
 @_gram_norm.register_fake
@@ -421,29 +408,11 @@ def _square(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float
     return float(log_s[top]), int(rows[top])
 
 
-class _Once(torch.autograd.Function):
-    """`outer·gradient`; W is an argument so that a second derivative with respect to it is noticed, and refused."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(outer: Tensor, gradient: Tensor, W: Tensor) -> Tensor:
-        return outer[(...,) + (None,) * (gradient.dim() - outer.dim())].to(gradient.real.dtype) * gradient
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> tuple[None, None, None]:
-        raise Refused(
-            "gram_norm and conv_norm have an explicit first derivative only; for a second one run gram_norm_plain, "
-            "which autograd differentiates through the iterations"
-        )
-
-
 class _Attached(torch.autograd.Function):
-    """The value with its explicit gradient: forward hands the value through, backward scales the gradient."""
+    """The value with its explicit gradient: forward hands the value through, backward scales the gradient.
+
+    What backward returns is attached to W without a gradient, so that a second derivative is noticed, and refused.
+    """
 
     generate_vmap_rule = True
 
@@ -458,23 +427,14 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         W, gradient = ctx.saved_tensors
-        return _Once.apply(outer[0], gradient, W), None, None
-
-
-class _Moved(_Attached):
-    """The same with a forward derivative; apart, since functions that have one cannot be compiled."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[2])
-        ctx.save_for_forward(inputs[0], inputs[2])
-        ctx.dims, ctx.dtype = output.dim(), output.dtype
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        W, gradient = ctx.saved_tensors
-        moved = torch.zeros_like(W) if tangents[0] is None else tangents[0]
-        return (gradient.conj() * moved).real.flatten(ctx.dims).sum(-1).to(ctx.dtype)
+        if not gradient.numel():
+            raise Refused(
+                "gram_norm and conv_norm have an explicit first derivative only; for a second one run gram_norm_plain, "
+                "which autograd differentiates through the iterations"
+            )
+        factor = outer[0][(...,) + (None,) * (gradient.dim() - outer[0].dim())]
+        scaled = factor.to(gradient.real.dtype) * gradient
+        return _Attached.apply(W, scaled, gradient.new_empty(0)), None, None
 
 
 def attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -487,5 +447,5 @@ def attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
     """
     if not gradient.numel():
         return value
-    result: Tensor = (_Moved if _moved(W) else _Attached).apply(W, value, gradient)
+    result: Tensor = _Attached.apply(W, value, gradient)
     return result

@@ -98,9 +98,20 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     """
     require_type(W, Tensor, "W")
     _check(W, iterations)
-    A, log2 = gram_iterate(W, iterations)
     if readout not in get_args(Readout):
         raise InputError(f"readout must be one of {', '.join(get_args(Readout))}, got {readout!r}")
+    return iterated_norm(W, iterations, readout)
+
+
+def iterated_norm(W: Tensor, iterations: int, readout: Readout = "fro") -> Tensor:
+    """`gram_norm_plain` without its checks.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        iterations: Gram iterations.
+        readout: norm of the last iterate.
+    """
+    A, log2 = gram_iterate(W, iterations)
     if readout == "fro":
         value = torch.linalg.matrix_norm(A).double()
     else:
@@ -206,38 +217,6 @@ def complete_pair(W: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sigma = torch.linalg.vector_norm(other, dim=-1)
     other = other / torch.where(sigma > 0, sigma, torch.ones_like(sigma))[..., None]
     return (sigma, vector, other) if W.shape[-2] < W.shape[-1] else (sigma, other, vector)
-
-
-def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    """Spectral radius bound, eigenvalue and eigenvector of square matrices by squaring, `A ← A·A` (Gelfand).
-
-    Returns `(radius, eigenvalue, eigenvector)`: `radius = ‖A^(2^t)‖_F^(2^-t) ≥ ρ(A)` at every t (in real
-    arithmetic); the eigenvector is the largest column of the last power and the eigenvalue its Rayleigh quotient,
-    both estimates that are good when one eigenvalue dominates.
-
-    Args:
-        A: square matrices `(..., n, n)`.
-        iterations: how many squarings.
-
-    >>> r, value, vector = dominant_eigenpair(torch.tensor([[2.0, 1.0], [0.0, 1.0]]))
-    >>> round(float(r), 3), round(float(value), 3)
-    (2.0, 2.0)
-    """
-    require_type(A, Tensor, "A")
-    require_finite(A, "matrix")
-    if A.dim() < 2 or A.shape[-1] != A.shape[-2]:
-        raise InputError(f"expected square matrices (..., n, n), got shape {tuple(A.shape)}")
-    P, e = scaled(A)
-    log2 = e.double()
-    for _ in range(iterations):
-        P, e = scaled(P @ P)
-        log2 = 2 * log2 + e
-    power = 2.0**-iterations
-    radius = torch.linalg.matrix_norm(P).double().pow(power) * torch.exp2(log2 * power)
-    x = _largest_column(P)
-    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(A.real.dtype).tiny)
-    value = (x.conj() * (A @ x[..., None])[..., 0]).sum(-1)
-    return radius.to(A.real.dtype), value, x
 
 
 def _unwind(last: Tensor, e: Tensor, history: list[tuple[Tensor, Tensor]]) -> Tensor:

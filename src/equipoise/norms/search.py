@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.norms.cholesky import below, expected_loss
-from equipoise.norms.lanczos import lanczos, perturb, random_start
+from equipoise.norms.cholesky import below, expected_loss, lanczos, perturb, random_start
 from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together

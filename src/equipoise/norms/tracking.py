@@ -35,10 +35,9 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import circular_lattice, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import cholesky_bracket
+from equipoise.norms.cholesky import cholesky_bracket, perturb
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import small_side
-from equipoise.norms.lanczos import perturb
 from equipoise.norms.symbol import symbol_energy
 
 

@@ -9,10 +9,10 @@ from equipoise.regularizers.decay import (
     smoothed_cross_entropy,
     taylor_penalty,
 )
-from equipoise.regularizers.flatness import frozen_statistics, smoothed_loss
 from equipoise.regularizers.noise import (
     add_noise,
     consistency_loss,
+    frozen_statistics,
     input_gradient_penalty,
     noisy_copies,
     smooth_adversarial,
@@ -32,5 +32,5 @@ __all__ = [
     "SmoothedLoss", "SpectralPenalty", "add_noise", "centred_penalty",
     "clip_weights_", "consistency_loss", "frozen_statistics", "input_gradient_penalty",
     "jensen_penalty", "layer_bound", "noisy_copies", "operator_norm", "project_", "select_layers",
-    "smooth_adversarial", "smoothed_cross_entropy", "smoothed_loss", "taylor_penalty",
+    "smooth_adversarial", "smoothed_cross_entropy", "taylor_penalty",
 ]  # fmt: skip

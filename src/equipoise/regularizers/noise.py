@@ -5,7 +5,8 @@ goes through map and temperature. Estimates, not bounds: they are for training; 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,6 @@ def smooth_adversarial(
     *,
     steps: int = 2,
     copies: int = 2,
-    step_size: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Noisy copies of adversarial examples of the *smoothed* classifier, `(copies·N, ...)`, and their labels (SmoothAdv, Salman
@@ -119,7 +119,6 @@ def smooth_adversarial(
         epsilon: radius of the ball.
         steps: of the ascent.
         copies: noisy copies of every input.
-        step_size: default `2ε/steps`.
         generator: source of the draws.
 
     >>> model = nn.Linear(4, 3)
@@ -133,7 +132,6 @@ def smooth_adversarial(
     y = require_labels(y, len(x))
     many = _repeated(x, copies)
     noise = sigma * torch.randn(many.shape, generator=generator, dtype=x.dtype, device=x.device)
-    step = 2 * epsilon / steps if step_size is None else step_size
     delta = torch.zeros_like(x)
     for _ in range(steps):
         with torch.enable_grad():
@@ -141,7 +139,7 @@ def smooth_adversarial(
             log_p = functional.log_softmax(model(many + _repeated(delta, copies) + noise), dim=1)
             soft = log_p.reshape(copies, len(x), -1).logsumexp(0)
             (slope,) = torch.autograd.grad(functional.nll_loss(soft, y, reduction="sum"), delta)
-        delta = _into_ball((delta + step * _unit(slope)).detach(), epsilon)
+        delta = _into_ball((delta + 2 * epsilon / steps * _unit(slope)).detach(), epsilon)
     return (many + _repeated(delta, copies) + noise).detach(), y.repeat(copies)
 
 
@@ -300,3 +298,25 @@ def input_gradient_penalty(
         if not two_sided:
             excess = excess.clamp_min(0)
         return weight * excess.square().mean()
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """While inside, batch normalisation normalises by the batch but does not move its running statistics.
+
+    For the second pass of SAM (`pytorch_optimizer.SAM`).
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> with frozen_statistics(model):
+    ...     _ = model(torch.randn(8, 2))
+    >>> int(model.num_batches_tracked)
+    0
+    """
+    tracked: list[Any] = [m for m in model.modules() if m.training and getattr(m, "track_running_stats", False) is True]
+    for module in tracked:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in tracked:
+            module.track_running_stats = True

@@ -43,8 +43,6 @@ class SpectralPenalty:
     | `hinge` | `Σ max(σ_l, γ)`: no pull below the target |
     | `target` | `Σ (σ_l − γ)²`: pulls every norm to the target, from both sides |
 
-    With `scope="network"` the one number `Π σ_l` takes the place of the σ_l.
-
     Which number stands for σ_l, `bound=`:
 
     - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
@@ -67,7 +65,6 @@ class SpectralPenalty:
         input_size: spatial size of the model's input; the sizes the layers see are read off one forward pass of zeros.
         example_input: an input with batch, where zeros of that size would not do. Neither is needed for linear layers; with
             convolutions and `bound="gram"` and neither given, the norm is the supremum over all input sizes.
-        scope: "layer" or "network".
         bound: see above.
         iterations: Gram products of `"gram"`.
         grid: frequencies per axis of `"gram"`.
@@ -92,7 +89,6 @@ class SpectralPenalty:
         input_size: int | tuple[int, ...] | None = None,
         *,
         example_input: Tensor | None = None,
-        scope: Literal["layer", "network"] = "layer",
         bound: BoundName = "tracked",
         iterations: int = 5,
         grid: int = 16,
@@ -100,11 +96,10 @@ class SpectralPenalty:
     ) -> None:
         require_one_of(get_args(PenaltyKind), kind=kind)
         require_one_of(get_args(BoundName), bound=bound)
-        require_one_of(("layer", "network"), scope=scope)
         self.weight = require_number(weight, "weight", least=0)
         self.target = require_number(target, "target", least=0)
         self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)
-        self.kind, self.scope, self.bound = kind, scope, bound
+        self.kind, self.bound = kind, bound
         self.iterations, self.grid = iterations, grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
@@ -140,8 +135,6 @@ class SpectralPenalty:
             for module in self.layers.values():
                 selection.weight_of(module)
             s = self._norms()
-        if self.scope == "network":
-            s = s.log().sum().exp()[None] if bool((s > 0).all()) else s.prod()[None]
         return self.weight * _FORMULAS[self.kind](s, self.target)
 
     def norms(self) -> dict[str, float]:
@@ -190,7 +183,7 @@ class SpectralPenalty:
         sigma = self._vectors[name].norm()
         if self.bound == "tracked":
             return sigma
-        enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
+        enough = self.target if self.kind == "hinge" else 0.0
         W = selection.weight_of(module).detach()
         upper = self._tracked[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
         return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)

@@ -5,10 +5,9 @@ from equipoise.runs.jobs import Job, PreflightReport, certify, merge_runs, prefl
 from equipoise.runs.run import Results, Run, Summary, Violation, open_run
 from equipoise.runs.settings import Settings, is_run, versions
 from equipoise.runs.store import AttackRow, Row
-from equipoise.runs.workers import Execution
 
 __all__ = [
-    "Answer", "AttackRow", "AttackSummary", "Execution", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
+    "Answer", "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
     "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "open_run", "predict_run", "preflight", "prepare",
     "prove", "start", "versions",
 ]  # fmt: skip

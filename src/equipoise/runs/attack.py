@@ -3,35 +3,32 @@ it is deployed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.special import betainc
 from torch import Tensor
 
-from equipoise.attacks import AttackResult, pgd, smooth_pgd
-from equipoise.attacks.pgd import overtaken
+from equipoise.attacks import misclassified, pgd, smooth_pgd
 from equipoise.core.bounds import format_down
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import InputId, Inputs, Item, Selection
-from equipoise.runs.jobs import usable_device
-from equipoise.runs.models import Portable, portable
+from equipoise.runs.jobs import Job, prepare, usable_device
+from equipoise.runs.models import portable
 from equipoise.runs.run import Run, Violation, as_levels, open_run
-from equipoise.runs.settings import parse_map
+from equipoise.runs.settings import differences
 from equipoise.runs.store import AttackRow, Row, Store, locked
 from equipoise.runs.workers import TaskSpec, require_dimension
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
+from equipoise.smoothing import Stream
 from equipoise.smoothing.noise import noise_key
-from equipoise.smoothing.procedures import Ints
 
 #: multiples of the certified radius that are attacked: nothing may break at the first, the second shows the attack's power
 INSIDE, BEYOND = 0.99, 1.5
-#: level of the test that confirms a break of a certificate of a smoothed classifier
-CONFIRMED = 1e-6
+#: levels of the tests that call a smoothed attack successful, and that confirm one inside a certificate
+SUCCESS, CONFIRMED = 1e-3, 1e-6
 
 #: called after every input with the number of attacked inputs and of all inputs
 Progress = Callable[[int, int], None]
@@ -95,9 +92,7 @@ def attack_run(
     epsilons: Sequence[float] = (),
     steps: int = 20,
     restarts: int = 1,
-    samples: int = 16,
     votes: int = 1000,
-    alpha: float = 1e-3,
     seed: int = 0,
     limit: int | None = None,
     device: str = "cpu",
@@ -106,7 +101,7 @@ def attack_run(
     """ℓ2 attacks on the inputs of a run: at 0.99 and 1.5 times every certified radius, and at given radii.
 
     The attack is on what the certificates are about: the smoothed classifier of a sampled run, the network of a proved one.
-    A smoothed success is a test at level alpha on `votes` draws; inside a certified radius it counts only if ten times as many
+    A smoothed success is a test at level 0.001 on `votes` draws; inside a certified radius it counts only if ten times as many
     fresh draws confirm it at a level of one in a million. Results go into the run, one input at a time; what was stored with
     the same settings is not attacked again.
 
@@ -117,9 +112,7 @@ def attack_run(
         epsilons: further radii, for accuracy under attack beside certified accuracy.
         steps: gradient steps per start.
         restarts: random starts.
-        samples: noise draws per step of the smoothed attack.
         votes: draws that judge a smoothed attack.
-        alpha: risk of calling a smoothed attack successful when it is not.
         seed: of starts and noise.
         limit: attack the first inputs of the run only.
         device: where the network runs.
@@ -130,26 +123,27 @@ def attack_run(
     """
     run = run if isinstance(run, Run) else open_run(run)
     levels = [level for level in as_levels(epsilons) if level > 0]
-    for name, value in {"steps": steps, "restarts": restarts, "samples": samples, "votes": votes}.items():
+    for name, value in {"steps": steps, "restarts": restarts, "votes": votes}.items():
         if not isinstance(value, int) or not 1 <= value <= 10**7:
             raise InputError(f"{name} must be a whole number from 1 to 10,000,000, got {value!r}")
-    network = portable(model)
-    inputs = Inputs.of(dataset)
-    _require_same_inputs(run, network, inputs)
-    if not inputs.labelled:
-        raise InputError(f"{inputs.name} has no labels: an attack needs them")
+    job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
+    changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
+    if changes:
+        raise Refused(f"{run.folder} is a run of another model or other data ({'; '.join(changes)})")
+    if not job.inputs.labelled:
+        raise InputError(f"{job.inputs.name} has no labels: an attack needs them")
 
-    attacker = _Attacker(run, network, usable_device(device), steps, restarts, samples, votes, alpha, seed)
+    attacker = _Attacker(run, job, steps, restarts, votes, seed)
     rows = run.rows[:limit]
     stored: dict[tuple[InputId, float], bool] = {}
     with locked(run.folder), Store(run.folder, run.manifest, writable=True) as store:
         for old in store.attacks():
-            if (old.kind, old.steps, old.restarts, old.seed) == (attacker.kind, steps, restarts, seed):
+            if (old.steps, old.restarts, old.seed) == (steps, restarts, seed):
                 stored[old.id, old.epsilon] = old.success
         for count, row in enumerate(rows, 1):
             radii = attacker.radii(row, levels)
             if any((row.id, epsilon) not in stored for epsilon in radii):
-                fresh = attacker.attack(inputs.attempt(row.position, run.settings.num_classes), row, radii)
+                fresh = attacker.attack(job.inputs.attempt(row.position, run.settings.num_classes), radii)
                 store.put_attacks(fresh)
                 stored |= {(new.id, new.epsilon): new.success for new in fresh}
             if progress is not None:
@@ -159,7 +153,6 @@ def attack_run(
     certified = attacker.certified
     failures = attacker.failures
     whole = [row.id for row in rows if attacker.radii(row, levels) and str(row.id) not in failures]
-    beyond = sum(stored.get((name, certified[name] * BEYOND), False) for name in whole)
     count = max(len(whole), 1)
     return AttackSummary(
         str(run.folder),
@@ -167,24 +160,11 @@ def attack_run(
         len(whole),
         inside,
         broken,
-        beyond,
+        sum(stored.get((name, certified[name] * BEYOND), False) for name in whole),
         {e: sum(not stored[name, e] for name in whole) / count for e in levels},
         {e: sum(certified[name] >= e for name in whole) / count for e in levels},
         failures,
     )
-
-
-def _require_same_inputs(run: Run, model: Portable, inputs: Inputs) -> None:
-    """Refuse another model or other data than the run's."""
-    data = run.manifest.data
-    selections = run.settings.inputs
-    changes = [("model", run.manifest.model.hash, model.hash), ("inputs", str(data.inputs), str(len(inputs)))]
-    if data.inputs == len(inputs) and len(selections) == 1:
-        fingerprint = inputs.fingerprint(selections[0].positions(len(inputs), inputs.labels))
-        changes.append(("data", data.fingerprint, fingerprint))
-    texts = [f"{name}: {old[:19]} → {new[:19]}" for name, old, new in changes if old != new]
-    if texts:
-        raise Refused(f"{run.folder} is a run of another model or other data ({'; '.join(texts)})")
 
 
 @dataclass
@@ -192,19 +172,16 @@ class _Attacker:
     """Attacks inputs one by one."""
 
     run: Run
-    model: Portable
-    device: str
+    job: Job
     steps: int
     restarts: int
-    samples: int
     votes: int
-    alpha: float
     seed: int
     failures: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kind: Any = "base" if self.run.kind == "proved" else "smoothed"
-        self.module = self.model.network(self.device)
+        self.module = self.job.model.network(self.job.device)
         self.results = self.run.results()
         self.certified = self.run.certified(self.results)
 
@@ -223,18 +200,17 @@ class _Attacker:
         own = {radius * INSIDE, radius * BEYOND} if comparable and 0 < radius < 1e30 else set()
         return sorted(own | set(levels))
 
-    def attack(self, item: Item, row: Row, radii: Sequence[float]) -> list[AttackRow]:
+    def attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
         """One row for each radius of an input, from the smallest on; an input that cannot be attacked is a failure.
 
         Args:
             item: the input.
-            row: its stored row.
             radii: sorted.
         """
         try:
             if item.problem is not None:
                 raise Refused(item.problem)
-            return self._attack(item, row, radii)
+            return self._attack(item, radii)
         except Refused as error:
             self.failures[str(item.id)] = str(error)
             return []
@@ -244,12 +220,10 @@ class _Attacker:
             shape = tuple(item.x.shape)
             raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}") from error
 
-    def _attack(self, item: Item, row: Row, radii: Sequence[float]) -> list[AttackRow]:
-        x = item.x[None].to(self.device)
-        y = torch.tensor([item.label], device=self.device)
-        # the map that the certificate of this input is about; None: the majority vote, or the network itself
-        simplex = parse_map(self.run.manifest.map or (None if row.soft is None else row.soft.map))
-        certified = self.certified[item.id]
+    def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
+        x = item.x[None].to(self.job.device)
+        y = torch.tensor([item.label], device=self.job.device)
+        settings: dict[str, Any] = {"steps": self.steps, "restarts": self.restarts, "seed": self.seed}
         fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
         def counts(z: Tensor, distance: float) -> bool:
@@ -259,76 +233,45 @@ class _Attacker:
                 z: the misclassified point.
                 distance: of z to the input.
             """
-            if self.kind == "base" or distance >= certified:
+            if self.kind == "base" or distance >= self.certified[item.id]:
                 return True
-            return self._wrong(z, y, simplex, fresh, 10 * self.votes, CONFIRMED)
+            return self._wrong(z, y, fresh, 10 * self.votes, CONFIRMED)
 
-        reached = np.inf
-        if self._wrong(x, y, simplex, self.seed + 2, self.votes, self.alpha) and counts(x, 0.0):
+        reached = math.inf
+        if self._wrong(x, y, self.seed + 2, self.votes, SUCCESS) and counts(x, 0.0):
             reached = 0.0
         rows = []
         for epsilon in radii:
             if reached > epsilon:
-                result = self._search(x, y, epsilon, simplex)
+                if self.kind == "base":
+                    result = pgd(self.module, x, y, epsilon, **settings)
+                else:
+                    classifier = self._spec(self.seed).classifier()
+                    result = smooth_pgd(classifier, x, y, epsilon, check_draws=self.votes, alpha=SUCCESS, **settings)
                 distance = float(result.distance[0])
                 if bool(result.success[0]) and counts(result.adversarial.to(x.dtype), distance):
                     reached = distance
-            success = reached <= epsilon
-            rows.append(
-                AttackRow(
-                    id=item.id,
-                    kind=self.kind,
-                    epsilon=epsilon,
-                    success=success,
-                    distance=reached if success else None,
-                    steps=self.steps,
-                    restarts=self.restarts,
-                    seed=self.seed,
-                )
-            )
+            outcome: dict[str, Any] = {
+                "success": reached <= epsilon,
+                "distance": reached if reached <= epsilon else None,
+            }
+            rows.append(AttackRow(id=item.id, kind=self.kind, epsilon=epsilon, **outcome, **settings))
         return rows
 
-    def _wrong(self, x: Tensor, y: Tensor, simplex: SimplexMap | None, seed: int, draws: int, level: float) -> bool:
+    def _wrong(self, x: Tensor, y: Tensor, seed: int, draws: int, level: float) -> bool:
         """Whether another class than y wins at x; of the smoothed classifier, shown by a test on these draws."""
-        if self.kind == "base":
-            with torch.no_grad():
-                out: Tensor = self.module(x)
-            if not bool(torch.isfinite(out).all()):
-                raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
-            return bool(out.argmax(dim=1) != y)
-        classifier = self._classifier(simplex, seed)
-        if simplex is not None and not simplex.votes:
-            return bool(overtaken(classifier, x, y, simplex, draws, level)[0])
-        return outvoted(classifier.counts(x[0], draws, input_id=0, stream=Stream.PREDICTION), int(y), level)
+        if self.kind == "smoothed":
+            return bool(misclassified(self._spec(seed).classifier(), x, y, draws, level))
+        with torch.no_grad():
+            out: Tensor = self.module(x)
+        if not bool(torch.isfinite(out).all()):
+            raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
+        return bool(out.argmax(dim=1) != y)
 
-    def _search(self, x: Tensor, y: Tensor, epsilon: float, simplex: SimplexMap | None) -> AttackResult:
-        how: dict[str, Any] = {"restarts": self.restarts, "seed": self.seed}
-        if self.kind == "base":
-            return pgd(self.module, x, y, epsilon, self.steps, **how)
-        how |= {"draws": self.samples, "check_draws": self.votes, "alpha": self.alpha}
-        return smooth_pgd(self._classifier(simplex, self.seed), x, y, epsilon, self.steps, **how)
-
-    def _classifier(self, simplex: SimplexMap | None, seed: int) -> SmoothedClassifier:
+    def _spec(self, seed: int) -> TaskSpec:
+        """The run's classifier with noise of another seed."""
         settings = self.run.settings.model_copy(update={"seed": seed % 2**64})
-        return TaskSpec(self.model, settings, simplex, device=self.device).classifier()
-
-
-def outvoted(counts: Ints, label: int, level: float) -> bool:
-    """Whether some class is more likely than the label, by binomial tests of each against it, together at `level`.
-
-    With c_k votes for k and c_y for the label, `P(Bin(c_k + c_y, ½) ≥ c_k) = I_½(c_k, c_y + 1)` if the two are equally likely.
-
-    Args:
-        counts: votes per class.
-        label: the class that should win.
-        level: of the test.
-
-    >>> outvoted(np.array([40, 60, 0]), 0, 1e-3), outvoted(np.array([10, 45, 45]), 0, 1e-3)
-    (False, True)
-    """
-    others = np.delete(np.asarray(counts, dtype=np.float64), label)
-    tails = np.where(others > 0, betainc(np.maximum(others, 1.0), float(counts[label]) + 1.0, 0.5), 1.0)
-    return bool((tails * (1 + 1e-10) * len(others) <= level).any())
+        return self.job.spec(self.run.manifest.model_copy(update={"settings": settings}))
 
 
 @dataclass(frozen=True)

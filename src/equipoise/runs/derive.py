@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import InputError, Refused, as_upper
-from equipoise.runs.settings import Constant, Manifest, Settings, parse_map
+from equipoise.runs.settings import Constant, Manifest, Settings
 from equipoise.runs.store import Row
 from equipoise.smoothing import Certificates
-from equipoise.smoothing.bounds import Moments, Smoothness
+from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
 from equipoise.smoothing.derive import derive as derive_sample
 from equipoise.smoothing.noise import tie_breaks
@@ -63,19 +63,21 @@ def derive(
 
     noise = settings.noise_law()
     soft = settings.soft and row.soft
-    # which rows have votes (False) and which have scores (True) that this procedure uses
-    groups: dict[bool, list[int]] = {}
-    for i, stored in enumerate(rows):
-        if stored.failure is None:
-            groups.setdefault(soft and stored.soft is not None, []).append(i)
+    places = [i for i, stored in enumerate(rows) if stored.failure is None]
+    members = [rows[i] for i in places]
     parts = []
-    for scored, places in sorted(groups.items(), reverse=True):
-        members = [rows[i] for i in places]
-        sample = _scores(settings, members, row, network) if scored else _votes(settings, members, row, target_radius)
-        parts.append((places, derive_sample(sample, row, noise.setting(alpha, ""))))
+    if members:
+        if manifest.scored and row.soft:
+            sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+        else:
+            sample = _votes(settings, members, row, target_radius)
+        parts = [(places, derive_sample(sample, row, noise.setting(alpha, "")))]
 
+    about = f"the majority vote of the network under {noise}"
+    if soft:
+        about = f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
     name = "adaptive" if settings.adaptive else row.name
-    certificates = joined(parts, len(rows), name, noise.setting(alpha, _about(manifest, row)))
+    certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
     if constant is not None and soft:
         certificates.details["lipschitz"] = str(constant)
     return certificates
@@ -92,10 +94,6 @@ def _require_sound(settings: Settings, row: Procedure, lipschitz: Any, target: f
             )
         if target is not None and not target > 0:
             raise InputError(f"the target radius must be a positive number, got {target}")
-        if target is not None and settings.target_radius is None:
-            raise Refused(
-                "this run stopped at a share of the final radius, not at a target radius: there is none to change"
-            )
     elif target is not None:
         raise InputError("target_radius belongs to adaptive runs; for certified accuracy at ε give epsilon")
     if scores_only and not settings.soft:
@@ -114,10 +112,10 @@ def _votes(settings: Settings, rows: list[Row], row: Procedure, target: float | 
     if row.ties and not settings.adaptive:
         ties = np.stack([tie_breaks(settings.seed or 0, r.id) for r in rows])
     votes = Votes(selection, estimation, draws, ties)
-    return Stopped(votes, settings.n, target or settings.target_radius) if settings.adaptive else votes
+    return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
 
 
-def _scores(settings: Settings, rows: list[Row], row: Procedure, network: float | None) -> Scores:
+def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
     softs = [r.soft for r in rows if r.soft is not None]
     width = max(len(s.moments[0]) for s in softs)
     stacked = np.zeros((4, len(softs), width))
@@ -128,26 +126,7 @@ def _scores(settings: Settings, rows: list[Row], row: Procedure, network: float 
     singles = np.array([s.singles for s in softs])
     direct = np.array([s.direct for s in softs])
     plan = stored_plan(row, Partition(order, singles), direct, stacked[0])
-
-    maps = [parse_map(s.map) for s in softs]
-    if None in maps:
-        raise InputError("soft votes need the map they were taken under")
-    smoothness = {m: map_smoothness(m, settings.num_classes or 0, network) for m in set(maps) if m is not None}
-    component = np.array([smoothness[m].component for m in maps if m is not None])
-    pair = np.array([smoothness[m].pair for m in maps if m is not None])
+    assert manifest.simplex is not None
+    smoothness = map_smoothness(manifest.simplex, manifest.settings.num_classes or 0, network)
     moments = Moments(np.array([float(r.draws) for r in rows]), *stacked)
-    return Scores(plan, moments, Smoothness(component, pair))
-
-
-def _about(manifest: Manifest, row: Procedure) -> str:
-    settings = manifest.settings
-    noise = settings.noise_law()
-    if settings.adaptive or not (row.soft and settings.soft):
-        return f"the majority vote of the network under {noise}"
-    fixed = parse_map(manifest.map)
-    if fixed is not None:
-        return f"the classifier smoothed with {noise} and {fixed}, fixed before the run"
-    return (
-        f"the classifier smoothed with {noise} and the map chosen at each input on its own selection "
-        "sample: a deployed classifier that chooses anew at x' may use another map there, and nothing is certified about it"
-    )
+    return Scores(plan, moments, smoothness)

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.attacks.pgd import checked_logits
+from equipoise.attacks import checked_logits
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.inputs import Inputs, Item, check_label
@@ -41,7 +40,7 @@ from equipoise.runs.settings import (
 )
 from equipoise.runs.store import NAME as STORE
 from equipoise.runs.store import Row, Store, locked
-from equipoise.runs.workers import Execution, ProvedWorker, TaskSpec, run_on_ray
+from equipoise.runs.workers import ProvedWorker, TaskSpec, run_on_ray
 from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.noise import fresh_seed, is_image, power_of_two
 from equipoise.smoothing.procedures import Ints
@@ -94,8 +93,9 @@ class Job:
         """What a worker needs."""
         manifest = manifest or self.manifest
         network = manifest.stretched(manifest.lipschitz)
-        simplex = parse_map(manifest.map)
-        return TaskSpec(self.model, manifest.settings, simplex, network, self.batch_size, self.device, self.example)
+        return TaskSpec(
+            self.model, manifest.settings, manifest.simplex, network, self.batch_size, self.device, self.example
+        )
 
 
 def certify(
@@ -103,8 +103,7 @@ def certify(
     dataset: Any,
     *,
     run_dir: str | Path,
-    engine: str = "local",
-    workers: int = 1,
+    workers: int | None = None,
     address: str | None = None,
     batch_size: int | None = None,
     denoiser: Any = None,
@@ -124,9 +123,8 @@ def certify(
         dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
             (x, y), or x alone (no labels: answers and radii, no accuracy).
         run_dir: made if need be.
-        engine: "local" or "ray".
-        workers: of the Ray engine.
-        address: of an existing Ray cluster.
+        workers: processes of a Ray cluster; None: this process.
+        address: of an existing Ray cluster; None: one on this machine, started and stopped here.
         batch_size: most draws in one forward pass (memory); no number depends on it.
         denoiser: a network from noisy image to image, put before the model.
         name: of the data, for the record.
@@ -149,11 +147,10 @@ def certify(
     (3, True)
     """
     checked = Settings.of("sampled", settings)
-    execution = Execution(engine, workers, address)
     if denoiser is not None:
         model = denoised(denoiser, model)
     job = prepare(model, dataset, checked, batch_size=batch_size, name=name)
-    return start(job, run_dir, execution=execution, progress=progress, retry_failed=retry_failed)
+    return start(job, run_dir, workers=workers, address=address, progress=progress, retry_failed=retry_failed)
 
 
 def prove(
@@ -296,7 +293,8 @@ def start(
     job: Job,
     run_dir: str | Path,
     *,
-    execution: Execution | None = None,
+    workers: int | None = None,
+    address: str | None = None,
     progress: Progress | None = None,
     retry_failed: bool = False,
 ) -> Run:
@@ -305,7 +303,8 @@ def start(
     Args:
         job: what `prepare` returned.
         run_dir: made if need be.
-        execution: engine and workers.
+        workers: processes of a Ray cluster; None: this process.
+        address: of an existing Ray cluster.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
     """
@@ -319,7 +318,7 @@ def start(
             waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if waiting:
                 items = (job.inputs.attempt(position, manifest.settings.num_classes) for position in waiting)
-                with contextlib.closing(_rows(job, manifest, items, execution or Execution())) as rows:
+                with contextlib.closing(_rows(job, manifest, items, workers, address)) as rows:
                     for count, row in enumerate(rows, len(done) + 1):
                         store.put([row])  # one transaction each
                         if progress is not None:
@@ -327,11 +326,14 @@ def start(
     return open_run(folder)
 
 
-def _rows(job: Job, manifest: Manifest, items: Iterator[Item], execution: Execution) -> Generator[Row]:
-    if execution.engine == "ray":
-        yield from run_on_ray(job.spec(manifest), items, execution)
-        return
-    yield from map(job.prover if manifest.settings.kind == "proved" else job.spec(manifest).worker(), items)
+def _rows(
+    job: Job, manifest: Manifest, items: Iterator[Item], workers: int | None, address: str | None
+) -> Generator[Row]:
+    spec = job.spec(manifest)
+    if workers is not None or address is not None:
+        yield from run_on_ray(spec, items, workers or 1, address)
+    else:
+        yield from map(job.prover if manifest.settings.kind == "proved" else spec.worker(), items)
 
 
 def _open(job: Job, folder: Path) -> Manifest:
@@ -373,7 +375,7 @@ def _fixed_constant(job: Job) -> Constant | None:
 
 
 def _fixed_map(job: Job, network: float | None) -> str | None:
-    """The map of a soft run: fixed by the user, chosen per input (None), or the best on a calibration sample.
+    """The map of a soft run: fixed by the user, or the best on a calibration sample.
 
     Calibration inputs are spread over the whole data, whatever part this run certifies, so that shards agree; their noise
     is a stream of its own, independent of every selection and estimation sample.
@@ -385,9 +387,9 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
     settings = job.settings
     if not settings.soft:
         return None
-    if settings.map != "global":
-        fixed = parse_map(settings.map)
-        return None if fixed is None else map_text(fixed)
+    fixed = parse_map(settings.map)
+    if fixed is not None:
+        return map_text(fixed)
 
     classifier = job.spec().classifier()
     samples = []
@@ -426,39 +428,33 @@ def usable_device(name: str) -> str:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """Shares of a few inputs (estimates), the cost of the run, and the most likely thing that is wrong.
+    """A few inputs classified before a long run: estimates.
 
     Args:
-        inputs: how many were looked at.
+        inputs: how many were classified.
         clean: share of right answers without noise; None: no labels.
         noisy: share of right answers under one draw of the noise; None: no labels, or a proved run.
-        unchanged: share of answers that the noise does not change.
-        draws: of the whole run; 0 for proved runs.
-        seconds: estimated time of these draws with one worker.
+        seconds: of one forward pass of one input.
         warning: what is likely wrong and what to do, empty if nothing is.
     """
 
     inputs: int
     clean: float | None
     noisy: float | None
-    unchanged: float
-    draws: int
     seconds: float
     warning: str = ""
 
     def lines(self) -> list[str]:
         """What a user should know before waiting."""
-        unchanged = self.unchanged if self.draws else None
-        shares = {"clean accuracy": self.clean, "under noise": self.noisy, "unchanged": unchanged}
+        shares = {"clean accuracy": self.clean, "under noise": self.noisy}
         texts = [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
-        lines = [f"{', '.join(texts)} ({self.inputs} inputs, estimates)"] if texts else []
-        if self.draws:
-            lines.append(f"about {timedelta(seconds=round(self.seconds))} with one worker: {self.draws:,} draws")
+        texts.append(f"{self.seconds:.2g} s a pass")
+        lines = [f"{', '.join(texts)} ({self.inputs} inputs, estimates)"]
         return lines + [f"warning: {self.warning}"] * bool(self.warning)
 
 
 def preflight(job: Job) -> PreflightReport:
-    """Look at up to 200 inputs of a job before a long run: does the network answer, does it under the noise, what will it cost?
+    """Classify up to 200 inputs of a job before a long run: does the network answer, does it under the noise, how fast?
 
     Args:
         job: what `prepare` returned.
@@ -466,50 +462,33 @@ def preflight(job: Job) -> PreflightReport:
     Returns:
         Estimates, on noise that no certificate uses; certificates do not depend on any of it.
     """
-    settings = job.settings
     model = job.model.network(job.device)
-    sigma = settings.sigma or 0.0
+    sigma = job.settings.sigma or 0.0
     items = [item for item in job.inputs.some(job.positions, PREFLIGHT) if item.x.shape == job.example.shape]
     x = torch.stack([item.x for item in items])
-    labels = np.array([item.label for item in items])
+    labels = torch.tensor([item.label for item in items])
 
-    def answers(batch: Tensor) -> Ints:
+    def accuracy(batch: Tensor) -> float:
         with torch.inference_mode():
-            logits = torch.cat([model(part.to(job.device)).cpu() for part in batch.split(50)])
-        return torch.where(torch.isfinite(logits).all(dim=1), logits.argmax(dim=1), -1).numpy()
+            answers = torch.cat([model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)])
+        return float((answers == labels).double().mean())
 
-    clean = answers(x)
+    clean = accuracy(x)
     began = time.perf_counter()
-    noisy = answers(x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x))
+    noisy = accuracy(x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x))
     seconds = (time.perf_counter() - began) / len(x)
+    if not job.inputs.labelled:
+        return PreflightReport(len(items), None, None, seconds)
 
-    right = float((clean == labels).mean())
-    unchanged = float((clean == noisy).mean())
-    draws = job.manifest.total * (settings.n0 + settings.n) if sigma else 0
+    chance = float(labels.unique(return_counts=True)[1].max() / len(labels))
     warning = ""
-    chance = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
-    spread = math.sqrt(chance * (1 - chance) / len(labels))
-    if job.inputs.labelled and len(labels) >= 10 and right <= min(chance + 3 * spread, 0.7):
+    if len(labels) >= 10 and (clean <= min(chance + 1.5 / math.sqrt(len(labels)), 0.7) or noisy < 0.8 * clean):
         warning = (
-            f"{right:.1%} right without noise is about chance ({chance:.1%}): are the weights trained (--weights), the inputs "
-            "scaled as in training (--mean, --std), the classes in the order of the logits (--classes)?"
+            f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained (--weights), under noise "
+            "of this sigma or behind a --denoiser, the inputs scaled as in training (--mean, --std), the "
+            "labels in the order of the logits?"
         )
-    elif sigma and unchanged < 0.8:
-        warning = (
-            f"the network does not withstand noise of sigma {sigma:g}: train it under the noise "
-            f"(eq.regularizers.add_noise(x, {sigma:g}), or noise: of a recipe), put a --denoiser before it, or certify at "
-            "a smaller --sigma"
-        )
-    labelled = job.inputs.labelled
-    return PreflightReport(
-        len(labels),
-        right if labelled else None,
-        float((noisy == labels).mean()) if labelled and sigma else None,
-        unchanged,
-        draws,
-        draws * seconds,
-        warning,
-    )
+    return PreflightReport(len(items), clean, noisy if sigma else None, seconds, warning)
 
 
 def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:

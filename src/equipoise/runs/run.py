@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy, percent
-from equipoise.core.bounds import format_down, format_up
+from equipoise.core.bounds import format_down
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.runs.derive import derive
@@ -55,8 +54,6 @@ class Results:
         alpha: risk per input, 0 for proofs.
         sigma: noise level, 0 for proofs.
         notes: what a reader must know.
-        p_lower: lower bounds of the winning class's probability, for sampled runs.
-        p_upper: upper bounds of the rival's probability, for sampled runs.
     """
 
     labels: Ints
@@ -69,8 +66,6 @@ class Results:
     alpha: float = 0.0
     sigma: float = 0.0
     notes: tuple[str, ...] = ()
-    p_lower: Floats | None = None
-    p_upper: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.radius)
@@ -288,11 +283,8 @@ class Run:
         if self.kind == "sampled":
             c = self.certificates(alpha, procedure, **changes)
             answer = c.prediction.astype(np.int64)
-            bounds = (c.p_lower, c.p_upper)
             notes = self._notes(c)
-            return Results(
-                self.labels, answer, answer, c.radius, failed, c.about, c.procedure, c.alpha, c.sigma, notes, *bounds
-            )
+            return Results(self.labels, answer, answer, c.radius, failed, c.about, c.procedure, c.alpha, c.sigma, notes)
 
         if any(value is not None for value in (alpha, procedure, *changes.values())):
             raise InputError("a proved run has no risk and no procedure: there is nothing to derive anew")
@@ -380,17 +372,47 @@ class Run:
         return len(attacked), list(broken.values())
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:
-        """Write `.csv`, `.json` or `.tsv` (Cohen's log), whole or not at all; radii are rounded down.
+        """Write `.csv` or `.jsonl` (JSON lines), whole or not at all; radii are rounded down.
 
         Args:
             path: the ending chooses the format.
             results: what `results` returned; by default those of the run's own settings.
         """
         path = as_path(path)
-        if path.suffix not in _FORMATS:
-            raise InputError(f"cannot export to {path.name!r}: expected an ending among {', '.join(_FORMATS)}")
-        atomic_write(path, _FORMATS[path.suffix](self, results or self.results()))
+        records = self._records(results or self.results())
+        if path.suffix == ".csv":
+            buffer = io.StringIO()
+            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(records)
+            text = buffer.getvalue()
+        elif path.suffix == ".jsonl":
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        else:
+            raise InputError(f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl")
+        atomic_write(path, text)
         return path
+
+    def _records(self, results: Results) -> list[dict[str, Any]]:
+        """One record per input, without the time: the same for every repetition of a run."""
+        records = []
+        for row, answer, radius, status in zip(self.rows, results.answer, results.radius, results.status, strict=True):
+            record = {
+                "id": row.id,
+                "position": row.position,
+                "label": row.label,
+                "answer": int(answer),
+                "status": status,
+            }
+            record["radius"] = format_down(radius, 6)
+            if self.kind == "proved":
+                record |= {"rival": row.rival, "method": row.method}
+            else:
+                record["draws"] = row.draws
+            if self.settings.deployed:
+                record["deployed"] = format_down(row.deployed or 0.0, 6)
+            records.append(record | {"failure": row.failure or ""})
+        return records
 
     def attacks(self) -> list[AttackRow]:
         """Attack results stored with the run."""
@@ -417,55 +439,3 @@ def as_levels(values: Any) -> list[float]:
 def open_run(folder: str | Path) -> Run:
     """Open a run directory for reading."""
     return Run(folder)
-
-
-def _records(run: Run, results: Results) -> list[dict[str, Any]]:
-    """One record per input, without the time: the same for every repetition of a run."""
-    records = []
-    for i, (row, status) in enumerate(zip(run.rows, results.status, strict=True)):
-        record: dict[str, Any] = {
-            "id": row.id,
-            "position": row.position,
-            "label": row.label,
-            "answer": int(results.answer[i]),
-            "radius": format_down(results.radius[i], 6),
-            "status": status,
-        }
-        if results.p_lower is not None and results.p_upper is not None:
-            record["p_lower"] = format_down(results.p_lower[i], 6)
-            record["p_upper"] = format_up(results.p_upper[i], 6)
-            record["draws"] = row.draws
-        else:
-            margin = "" if row.margin is None else format_down(row.margin, 6)
-            record |= {"rival": row.rival, "margin": margin, "method": row.method}
-        if run.settings.deployed:
-            record["deployed"] = format_down(row.deployed or 0.0, 6)
-        records.append(record | {"failure": row.failure or ""})
-    return records
-
-
-def _csv(run: Run, results: Results) -> str:
-    records = _records(run, results)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return buffer.getvalue()
-
-
-def _json(run: Run, results: Results) -> str:
-    document = {"run": run.manifest.to_dict(), "about": results.about, "inputs": _records(run, results)}
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-
-
-def _log(run: Run, results: Results) -> str:
-    """Cohen's log, readable by `smoothing.read_log`: idx is the position in the data."""
-    lines = ["idx\tlabel\tpredict\tradius\tcorrect\ttime"]
-    for row, answer, radius in zip(run.rows, results.prediction, results.radius, strict=True):
-        seconds = timedelta(seconds=round(row.seconds, 6))
-        correct = int(answer == row.label >= 0)
-        lines.append(f"{row.position}\t{row.label}\t{answer}\t{format_down(radius, 4)}\t{correct}\t{seconds}")
-    return "\n".join(lines) + "\n"
-
-
-_FORMATS = {".csv": _csv, ".json": _json, ".tsv": _log}

@@ -60,10 +60,9 @@ class Settings(Document):
         seed: of the noise; None: drawn from the operating system.
         seed_source: "user" or "system".
         chunk_size: draws per noise key; part of the key.
-        map: of soft procedures: "global" (calibrated once, on 32 inputs), "per-input", or such as "softmax:0.5".
+        map: of soft procedures: "global" (calibrated once, on 32 inputs), or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
-        relative: adaptive: stop within this share of the radius that n draws could still give.
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise: "grid" (exact integers) or "float"; None: the grid for 8-bit data.
         cells: points per unit of the grid.
@@ -92,7 +91,6 @@ class Settings(Document):
     map: str | None = None
     lipschitz: NonNegative | Literal["auto"] | None = None
     target_radius: Positive | None = None
-    relative: Share | None = None
     nonfinite: Literal["refuse", "miss"] = "refuse"
     noise: NoiseName | None = None
     cells: Positive | None = None
@@ -139,8 +137,6 @@ class Settings(Document):
                 "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
                 "--noise float, whose gap the certificates state"
             )
-        if self.target_radius is not None and self.relative is not None:
-            raise InputError("give either target_radius or relative, not both")
         if self.adaptive and procedure.soft and not procedure.hard:
             raise Refused(
                 f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure (cohen)"
@@ -174,7 +170,7 @@ class Settings(Document):
     @property
     def adaptive(self) -> bool:
         """Whether inputs stop as soon as their answer is certain."""
-        return self.target_radius is not None or self.relative is not None
+        return self.target_radius is not None
 
     @property
     def soft(self) -> bool:
@@ -215,19 +211,19 @@ def _plain(value: Any) -> Any:
 
 
 def parse_map(text: str | None) -> SimplexMap | None:
-    """The map that a text fixes, None for "global" and "per-input".
+    """The map that a text fixes, None for "global".
 
     >>> parse_map("softmax:0.5")
     SimplexMap(name='softmax', temperature=0.5, mass=1.0)
     """
-    if text in (None, "global", "per-input"):
+    if text in (None, "global"):
         return None
     name, _, temperature = str(text).partition(":")
     try:
         return SimplexMap(name, float(temperature or 1.0))  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(
-            f"map must be 'global', 'per-input', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
+            f"map must be 'global', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
         ) from error
 
 
@@ -287,7 +283,6 @@ class Recipe(Document):
     layout: str | None = None
     size: tuple[PositiveCount, PositiveCount] | None = None
     columns: tuple[str, str] | None = None
-    classes: tuple[str, ...] | dict[str, int] | None = None
 
 
 def versions() -> dict[str, str]:
@@ -310,6 +305,16 @@ class Manifest(Document):
     note: str = ""
     recipe: Recipe | None = None
     versions: dict[str, str] = Field(default_factory=versions)
+
+    @property
+    def simplex(self) -> SimplexMap | None:
+        """The map of soft votes, fixed before the run."""
+        return parse_map(self.map)
+
+    @property
+    def scored(self) -> bool:
+        """Whether soft votes are sampled: the run is soft, and its map is not the majority vote."""
+        return self.settings.soft and self.simplex is not None and not self.simplex.votes
 
     def identity(self) -> dict[str, Any]:
         """What must not change while a run is continued, flat, with readable names."""

@@ -22,7 +22,7 @@ from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import Count, Document, NonNegative, parse_document
 from equipoise.runs.inputs import InputId
 from equipoise.runs.settings import NAME as MANIFEST
-from equipoise.runs.settings import Manifest, Settings, parse_map
+from equipoise.runs.settings import Manifest
 
 Entry = TypeVar("Entry", bound=Document)
 
@@ -30,44 +30,22 @@ NAME = "store.sqlite"
 #: characters of one payload
 LARGEST = 1 << 26
 _SCHEMA = "CREATE TABLE entries (kind TEXT NOT NULL, key TEXT NOT NULL, payload TEXT NOT NULL, PRIMARY KEY (kind, key))"
-_DAMAGED = "is damaged ({}): move it away and run the same command again, or restore it from a copy"
-_FULL = "cannot be written ({}): free some space and run the same command again; what is stored is kept"
-_CLOSED = "cannot be opened ({}): check the permissions of the folder, and that no other process uses the file"
-#: what an error of SQLite means; every other one is damage
-_HINTS = {sqlite3.SQLITE_FULL: _FULL, sqlite3.SQLITE_IOERR: _FULL} | dict.fromkeys(
-    (
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-    ),
-    _CLOSED,
-)
 
 
 class SoftVotes(Document):
-    """Soft votes of one input under one map: its buckets, chosen on the selection sample, and their moments.
+    """Soft votes of one input under the run's map: its buckets, chosen on the selection sample, and their moments.
 
     `order` and `singles` are the `Partition`, `direct` whether margins are bounded directly; `moments` has the rows shift,
     Σ(Z−shift), Σ(Z−shift)² and Σ(Z₀−shift₀)(Z−shift) per bucket, as `smoothing.Moments`.
     """
 
-    map: str
     order: tuple[Count, ...]
     singles: Count
     direct: bool
     moments: tuple[tuple[float, ...], ...] = Field(min_length=4, max_length=4)
 
-    def fits(self, classes: int, fixed_map: str | None) -> bool:
-        """Whether a run with so many classes and this fixed map can have produced these moments.
-
-        Args:
-            classes: of the run.
-            fixed_map: None: the map is chosen at each input.
-        """
-        if fixed_map is not None and parse_map(self.map) != parse_map(fixed_map):
-            return False
+    def fits(self, classes: int) -> bool:
+        """Whether a run with so many classes can have produced these moments."""
         widths = {len(moment) for moment in self.moments}
         partition = sorted(self.order) == list(range(classes)) and self.singles < classes
         return partition and widths == {min(classes, self.singles + 2)}
@@ -90,7 +68,6 @@ class Row(Document):
         answer: proved: the network's own answer.
         radius: proved: no point strictly within it has another answer than the label.
         rival: proved: the class that limits the radius.
-        margin: proved: of the input against the rival, rounded down where something is proved; None: not finite.
         method: proved: what proved the radius.
         deployed: proved: the radius of the forward pass in float32, if wanted.
     """
@@ -108,17 +85,12 @@ class Row(Document):
     answer: int = -1
     radius: NonNegative = 0.0
     rival: int = -1
-    margin: float | None = None
     method: str = ""
     deployed: NonNegative | None = None
 
-    def fits(self, settings: Settings, fixed_map: str | None) -> bool:
-        """Whether a run with these settings can have produced this row.
-
-        Args:
-            settings: of the run.
-            fixed_map: the map that the run fixed beforehand.
-        """
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether this run can have produced this row."""
+        settings = manifest.settings
         classes = settings.num_classes or 0
         if self.failure is not None:
             return self.selection is None and self.estimation is None and not self.radius
@@ -132,7 +104,7 @@ class Row(Document):
         missing = (self.n0 - sum(self.selection), self.draws - sum(self.estimation))
         counted = min(missing) >= 0 if settings.nonfinite == "miss" else missing == (0, 0)
         lengths = len(self.selection) == len(self.estimation) == classes
-        soft = self.soft is None or self.soft.fits(classes, fixed_map)
+        soft = self.soft.fits(classes) if self.soft is not None and manifest.scored else not manifest.scored
         return self.n0 == settings.n0 and complete and counted and lengths and soft
 
 
@@ -233,7 +205,7 @@ class Store:
         """Every stored input, in the order of the data."""
         rows = self._read("input", Row)
         for row in rows:
-            if not row.fits(self.manifest.settings, self.manifest.map):
+            if not row.fits(self.manifest):
                 raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
         return sorted(rows, key=lambda row: row.position)
 
@@ -285,5 +257,7 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            raise InputError(f"{self.path} {_HINTS.get(code, _DAMAGED).format(one_line(error))}") from error
+            raise InputError(
+                f"{self.path} cannot be used ({one_line(error)}): if the disk is full, free some space and run the same command "
+                "again, what is stored is kept; if the file is damaged, restore it from a copy"
+            ) from error

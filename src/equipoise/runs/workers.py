@@ -7,7 +7,6 @@ Ray worker is simply computed again, by Ray's own restarts. Workers never touch 
 from __future__ import annotations
 
 import copy
-import math
 import os
 import pickle
 import sys
@@ -21,14 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.inputs import Item
 from equipoise.runs.models import Batched, Portable, hash_module
-from equipoise.runs.settings import Settings, map_text, versions
+from equipoise.runs.settings import Settings, versions
 from equipoise.runs.store import Row, SoftVotes
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive
 from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
@@ -46,7 +44,7 @@ class TaskSpec:
     Args:
         model: the network.
         settings: of the run.
-        map: fixed before the run; None: chosen at each input, or votes.
+        map: fixed before the run; None: votes.
         network: the Lipschitz constant in the coordinates of the noise.
         batch_size: most draws in one forward pass; no number depends on it.
         device: where the passes run.
@@ -141,8 +139,8 @@ class SampledWorker(Worker):
         values: dict[str, Any] = {"n0": settings.n0, "draws": settings.n}
         if settings.adaptive:
             values["draws"] = self._adaptive(item, x)
-        elif settings.soft and not (self.spec.map is not None and self.spec.map.votes):
-            values["soft"] = self._soft(item, x)
+        elif settings.soft and self.spec.map is not None and not self.spec.map.votes:
+            values["soft"] = self._soft(item, x, self.spec.map)
         else:
             counter.counts(x, settings.n0, input_id=item.id, stream=Stream.SELECTION)
             counter.counts(x, settings.n, input_id=item.id, stream=Stream.ESTIMATION)
@@ -150,25 +148,15 @@ class SampledWorker(Worker):
             values[stream.name.lower()] = tuple(counter.votes[stream].tolist())
         return values
 
-    def _soft(self, item: Item, x: Tensor) -> SoftVotes | None:
-        """Moments under the map of the run (or of this input); None where the votes are best."""
+    def _soft(self, item: Item, x: Tensor, simplex: SimplexMap) -> SoftVotes:
+        """Moments under the map of the run."""
         settings = self.spec.settings
-        network = self.spec.network
-        procedure, alpha, n = settings.procedure, settings.alpha, settings.n
         logits = self.counter.selection(x[None], settings.n0, [item.id], Stream.SELECTION)
-        simplex = self.spec.map
-        if simplex is None:
-            sigma = settings.levels.sigma
-            (simplex,) = choose_map(logits, n, sigma, alpha, procedure=procedure, lipschitz=network, per_input=True)
-        if simplex.votes:
-            self.counter.counts(x, n, input_id=item.id, stream=Stream.ESTIMATION)
-            return None
-
+        alpha, n = settings.alpha, settings.n
         noise = settings.noise_law().setting(alpha, "").noise
-        plan = plan_map(simplex, logits, procedure, n, noise, alpha, network)
+        plan = plan_map(simplex, logits, settings.procedure, n, noise, alpha, self.spec.network)
         m, _ = self.counter.moments(x, n, plan, simplex, input_id=item.id)
         return SoftVotes(
-            map=map_text(simplex),
             order=tuple(plan.partition.order[0].tolist()),
             singles=int(plan.partition.singles[0]),
             direct=bool(plan.direct[0]),
@@ -181,8 +169,7 @@ class SampledWorker(Worker):
         outcome = certify_adaptive(
             self.counter,
             x[None],
-            target_radius=settings.target_radius,
-            relative=settings.relative,
+            settings.target_radius or 0.0,
             n0=settings.n0,
             n_max=settings.n,
             alpha=settings.alpha,
@@ -253,38 +240,13 @@ class ProvedWorker(Worker):
         label = torch.tensor([item.label]) if item.label >= 0 else None
         radii = self.certifier.radii(x.to(self.dtype)[None], label, seconds=self.spec.settings.seconds)
         radius = float(radii.radius[0])
-        margin = float(radii.margins[0])
         return {
             "answer": int(radii.predictions[0]),
             "radius": radius,
             "rival": int(radii.rivals[0]),
-            "margin": margin if math.isfinite(margin) else None,
             "method": radii.methods[0] if radius > 0 else "",
             "deployed": None if radii.deployed is None else float(radii.deployed[0]),
         }
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How to run, never what to compute.
-
-    Args:
-        engine: "local" or "ray".
-        workers: of the Ray engine.
-        address: of an existing Ray cluster; None: one on this machine, started and stopped here.
-        gpus: per worker, where the device is one; 0.5 lets two workers share a GPU.
-    """
-
-    engine: str = "local"
-    workers: int = 1
-    address: str | None = None
-    gpus: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_one_of(("local", "ray"), engine=self.engine)
-        require_positive(workers=self.workers, gpus=self.gpus)
-        if self.engine == "local" and (self.workers > 1 or self.address is not None):
-            raise InputError("the local engine works in this process alone: for several workers use --engine ray")
 
 
 class RayWorker:
@@ -301,7 +263,7 @@ class RayWorker:
     def __init__(self, payload: bytes, path: list[str], expected: dict[str, str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         spec: TaskSpec = pickle.loads(payload)  # only now: its classes may lie on that path
-        here = versions() | {"code": _code_digest(spec)}
+        here = _software(spec)
         wrong = [f"{name} {here[name]} instead of {value}" for name, value in expected.items() if here[name] != value]
         if wrong:
             raise Refused(
@@ -316,44 +278,49 @@ class RayWorker:
         return self.worker(item)
 
 
-def _code_digest(spec: TaskSpec) -> str:
+def _software(spec: TaskSpec) -> dict[str, str]:
+    """Versions, and the digest of the model's code where it is read from files."""
     payload = spec.model.payload
     if not isinstance(payload, nn.Module) or any(type(m).__module__ == "__main__" for m in payload.modules()):
-        return ""
-    return hash_module(payload)
+        return versions() | {"code": ""}
+    return versions() | {"code": hash_module(payload)}
 
 
-def run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
+def run_on_ray(spec: TaskSpec, items: Iterator[Item], workers: int, address: str | None) -> Iterator[Row]:
     """Yield a row for every item, in any order; closing the generator stops the work.
 
     Args:
         spec: what to compute.
         items: pulled from only as fast as they are worked off.
-        execution: workers, address and GPUs.
+        workers: how many; each takes a GPU where the device is one.
+        address: of an existing cluster; None: one on this machine, started and stopped here.
     """
     try:
         import ray
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import RayError
     except ImportError as error:
-        raise InputError("the engine 'ray' needs ray: pip install 'equipoise[ray]'") from error
+        raise InputError("several workers need ray: pip install 'equipoise[ray]'") from error
 
     model, device = spec.model, torch.device(spec.device).type
     if isinstance(model.payload, nn.Module) and device != "cpu":
         model = replace(model, payload=copy.deepcopy(model.payload).cpu())
     spec = replace(spec, model=model, device=device)
-    expected = versions() | {"code": _code_digest(spec)}
     path = [entry or os.getcwd() for entry in sys.path]
 
     started = not ray.is_initialized()
     team: list[Any] = []
     try:
         if started:
-            _start(ray, execution)
-        gpus = execution.gpus if device == "cuda" else 0
-        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 3, "max_task_retries": 3}
-        kind: Any = ray.remote(**options)(RayWorker)  # type: ignore[call-overload]
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # a cluster of our own listens on the loopback address alone
+            own: dict[str, Any] = {"num_cpus": workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+            common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+            ray.init(address=address or "local", **common, **({} if address else own))
+        kind: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3)(
+            RayWorker
+        )
         payload = ray.put(ray.cloudpickle.dumps(spec))
-        team += [kind.remote(payload, path, expected) for _ in range(execution.workers)]
+        team += [kind.remote(payload, path, _software(spec)) for _ in range(workers)]
 
         idle: deque[Any] = deque(team * AHEAD)
         flying: dict[Any, Any] = {}
@@ -370,11 +337,8 @@ def run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> I
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, EquipoiseError):
             raise type(cause)(*cause.args) from error
-        if isinstance(error, RayTaskError):
-            raise InputError(f"a worker failed: {one_line(cause)}") from error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[-1].strip()
         raise InputError(
-            f"Ray could not do it ({reason}): what is stored is kept; a model that cannot be sent to other "
+            f"Ray could not do it ({one_line(cause)}): what is stored is kept; a model that cannot be sent to other "
             "processes can be saved as a .pt2 file, and a smaller --batch-size needs less memory"
         ) from error
     finally:
@@ -382,15 +346,3 @@ def run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> I
             ray.shutdown()
         for actor in [] if started else team:
             ray.kill(actor)
-
-
-def _start(ray: Any, execution: Execution) -> None:
-    """Join the cluster, or start one of this machine on the loopback address."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    own = {"num_cpus": execution.workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
-    ray.init(
-        address=execution.address or "local",
-        log_to_driver=False,
-        logging_level="ERROR",
-        **({} if execution.address else own),
-    )

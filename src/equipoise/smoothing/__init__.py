@@ -5,7 +5,7 @@ e-processes in `intervals`, noise in `noise`, simplex maps in `simplex`, determi
 """
 
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.smoothing.certificates import Certificates, read_log, write_log
+from equipoise.smoothing.certificates import Certificates, read_log
 from equipoise.smoothing.classifier import Denoised, SmoothedClassifier
 from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import betting, clopper_pearson, empirical_bernstein, hoeffding
@@ -20,5 +20,5 @@ __all__ = [
     "PROCEDURES", "Certificates", "Denoised", "Option", "Procedure", "SimplexMap", "SmoothedClassifier", "Split",
     "Stream", "average_certified_radius", "betting", "certified_accuracy", "certify_adaptive", "certify_counts",
     "certify_scores", "choose_map", "clopper_pearson", "empirical_bernstein", "hoeffding", "margin_radius",
-    "radius_mono", "radius_multi", "radius_multi_lipschitz", "read_log", "write_log",
+    "radius_mono", "radius_multi", "radius_multi_lipschitz", "read_log",
 ]  # fmt: skip

@@ -53,8 +53,6 @@ class Moments:
             scores: bucket or class scores (N, n, …).
             shift: what is subtracted from the scores, fixed before the sample; default: their mean.
         """
-        if scores.ndim != 3 or scores.shape[1] < 1:
-            raise InputError(f"expected scores of shape (inputs, draws, buckets), got {scores.shape}")
         centre = scores.mean(axis=1) if shift is None else shift
         z = scores - centre[:, None, :]
         n = np.full(len(scores), float(scores.shape[1]))

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError, format_down
+from equipoise.core import InputError
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.checks import describe
-from equipoise.core.files import atomic_write, read_bounded
+from equipoise.core.files import read_bounded
 from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.ramp import Floats
 
@@ -129,25 +128,3 @@ def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:
     if not row[3] >= 0 or row[4] not in (0, 1):
         raise InputError(f"{where}: a radius must be ≥ 0 and correct 0 or 1, got {line[:200]!r}")
     return row
-
-
-def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, idx: ArrayLike | None = None) -> None:
-    """Write certificates in Cohen's format, radii rounded *down* to four digits.
-
-    Args:
-        path: of the file.
-        certificates: of one batch.
-        labels: class numbers.
-        idx: names of the inputs, default 0 … N − 1.
-    """
-    if not isinstance(certificates, Certificates):
-        raise InputError(f"expected Certificates, got {describe(certificates)}")
-    labels = np.asarray(labels, dtype=np.int64)
-    if labels.shape != certificates.prediction.shape or labels.ndim != 1:
-        raise InputError(f"expected {len(certificates)} labels, got shape {labels.shape}")
-    names = np.arange(len(labels)) if idx is None else np.asarray(idx)
-    lines = ["\t".join(_COLUMNS)]
-    for i, y, k, r in zip(names, labels, certificates.prediction, certificates.radius, strict=True):
-        right = int(k == y and k != ABSTAIN)
-        lines.append(f"{i}\t{y}\t{k}\t{format_down(float(r), 4)}\t{right}\t")
-    atomic_write(path, "\n".join(lines) + "\n")

@@ -41,9 +41,9 @@ from equipoise.smoothing.noise import (
     tie_breaks,
 )
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import DEFAULT, Ints, Procedure, find_procedure
+from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
 from equipoise.smoothing.ramp import Floats
-from equipoise.smoothing.simplex import SimplexMap, apply_map, choose_map, map_smoothness, plan_map, scores_of
+from equipoise.smoothing.simplex import SimplexMap, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]
 Kind = TypeVar("Kind", bound="SmoothedClassifier")
@@ -127,13 +127,10 @@ class SmoothedClassifier:
 
     def _answer(self, noisy: Tensor) -> Tensor:
         """Logits of a batch; the first one is used to check that rows are answered one by one."""
-        if self.rowwise_checked:
-            return self._require_logits(self.model(noisy))
-        batch, states = noisy.clone(), _generators(noisy.device)
-        out = self._require_logits(self.model(noisy))
-        require_rowwise(self.model, batch, out, states)
-        self.rowwise_checked = True
-        return out
+        if not self.rowwise_checked:
+            require_rowwise(self.model, noisy)
+            self.rowwise_checked = True
+        return self._require_logits(self.model(noisy))
 
     def counts(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Ints:
         """Votes per class in n draws: all that hard procedures need, and it adds up over chunks.
@@ -258,39 +255,33 @@ class SmoothedClassifier:
         source = self.suited(lipschitz)
         spec = source.noise_spec(x)
         default = map is None and network is None and self.map is None
-        if not row.soft or (default and row.map == "hardmax"):
-            return self._certify_votes(x, n0, n, alpha, row, spec, ids)
-        logits = source.selection(x, n0, ids, Stream.SELECTION)
-        maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
-        own = spec.setting(alpha, "")
+        logits = np.empty((len(x), 0, self.num_classes))
+        maps, about = [SimplexMap("hardmax")] * len(x), f"the majority vote of the network under {spec}"
+        if row.soft and not (default and row.map == "hardmax"):
+            logits = source.selection(x, n0, ids, Stream.SELECTION)
+            maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
+            about = f"the classifier smoothed with {spec} and {origin}"
+        setting = spec.setting(alpha, about)
         parts = []
         for k, (xi, name) in enumerate(source.inputs(x, ids)):
-            chosen, first = maps[k], logits[k : k + 1]
+            chosen = maps[k]
             sample: Votes | Scores
             if chosen.votes:
-                votes = source.counts(xi, n, input_id=name, stream=Stream.ESTIMATION)[None].astype(np.float64)
-                sample = Votes(apply_map(chosen, first).sum(axis=1), votes, np.array([float(n)]))
+                first, second = (
+                    source.counts(xi, draws, input_id=name, stream=stream)[None].astype(np.float64)
+                    for draws, stream in ((n0, Stream.SELECTION), (n, Stream.ESTIMATION))
+                )
+                sample = Votes(first, second, np.array([float(n)]), tie_breaks(self.seed, name)[None])
             else:
-                plan = plan_map(chosen, first, procedure, n, own.noise, alpha, network)
+                plan = plan_map(chosen, logits[k : k + 1], procedure, n, setting.noise, alpha, network)
                 moments, kept = source.moments(xi, n, plan, chosen, input_id=name, keep=interval == "betting")
                 sample = Scores(plan, moments, map_smoothness(chosen, self.num_classes, network), kept)
-            parts.append(([k], derive(sample, row, own)))
-        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {origin}")
+            parts.append(([k], derive(sample, row, setting)))
         whole = joined(parts, len(x), row.name, setting)
         whole.details["maps"] = [str(m) for m in maps]
         if network is not None:
             whole.details["lipschitz"] = network
         return whole
-
-    def _certify_votes(
-        self, x: Tensor, n0: int, n: int, alpha: float, row: Procedure, spec: NoiseSpec, ids: Ids | None
-    ) -> Certificates:
-        inputs = list(self.inputs(x, ids))
-        first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
-        second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
-        ties = np.stack([tie_breaks(self.seed, i) for _, i in inputs])
-        votes = Votes(first.astype(np.float64), second.astype(np.float64), np.full(len(first), float(n)), ties)
-        return derive(votes, row, spec.setting(alpha, f"the majority vote of the network under {spec}"))
 
     def _maps(
         self, logits: Floats, map: str | SimplexMap, n: int, alpha: float, procedure: str, network: float | None,
@@ -416,7 +407,7 @@ class SmoothedClassifier:
         return out
 
 
-def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Sequence[Tensor]) -> None:
+def require_rowwise(model: nn.Module, batch: Tensor) -> None:
     """Refuse a model whose answer to one row depends on the other rows of the batch, or that changes its own buffers.
 
     Batch norm without running statistics, a mean over the batch or a forward pass that changes buffers make all draws of a
@@ -425,22 +416,19 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
 
     Args:
         model: the network.
-        batch: the inputs it answered.
-        answers: its logits.
-        states: of the generators before it answered.
+        batch: inputs; the model sees copies of them.
     """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    kept = answers.clone()
     row, last = len(batch) // 2, len(batch) - 1
     others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
     others[row] = row
-
-    cuda = [batch.device] if batch.device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):
-        torch.set_rng_state(states[0])
-        for device in cuda:
-            torch.cuda.set_rng_state(states[1], device)
-        again = model(batch[others])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    answers = []
+    for rows in (batch.clone(), batch[others]):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            answers.append(model(rows))
+    if not all(isinstance(out, Tensor) and out.is_floating_point() and out.dim() for out in answers):
+        return  # no logits: refused where they are read
 
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer.nan_to_num(), before[name].nan_to_num()):
@@ -448,21 +436,16 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
                 f"the forward pass changes the buffer {name!r} in evaluation mode, so that no two draws see the same "
                 "network; fix its state before certifying"
             )
-    one, other = kept[row].double(), again[row].double()
+    one, other = (out[row].double() for out in answers)
     size = float(one.nan_to_num(posinf=0, neginf=0).abs().max())
-    if bool(((one - other).abs() > 100 * torch.finfo(kept.dtype).eps * size).any()):
+    if bool(((one - other).abs() > 100 * torch.finfo(answers[0].dtype).eps * size).any()):
         raise Refused(
             "the model's answer to one row depends on the other rows of its batch (batch norm without running statistics, "
             "or a mean over dimension 0?), so its votes are not independent draws and certify nothing"
         )
 
 
-def _generators(device: torch.device) -> Sequence[Tensor]:
-    states = [torch.get_rng_state()]
-    return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
-
-
-class Denoised(nn.Module):
+class Denoised(nn.Sequential):
     """`x → classifier(denoiser(x))`: to smoothing just another network, so every certificate holds for the pair.
 
     The denoiser maps a noisy batch to a batch of the same shape. Its time is part of every forward pass, its weights part
@@ -479,15 +462,6 @@ class Denoised(nn.Module):
         self.denoiser = require_module(denoiser, "the denoiser")
         self.classifier = require_module(classifier, "the classifier")
         self.training = denoiser.training or classifier.training
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of the denoised batch."""
-        clean = self.denoiser(x)
-        if not isinstance(clean, Tensor) or clean.shape != x.shape:
-            got = tuple(clean.shape) if isinstance(clean, Tensor) else type(clean).__name__
-            raise InputError(f"the denoiser must return images of the shape it was given, {tuple(x.shape)}, got {got}")
-        logits: Tensor = self.classifier(clean)
-        return logits
 
 
 def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:

@@ -27,11 +27,9 @@ from equipoise.smoothing.bounds import (
     sample_bounds,
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
-from equipoise.smoothing.intervals import complement, lower_sequence, upper_sequence
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, Partition, Procedure, find_procedure, ranking
-from equipoise.smoothing.radii import radius_multi
 from equipoise.smoothing.ramp import Floats
 
 Interval = Literal["bernstein", "betting"]
@@ -87,11 +85,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Votes of inputs that stopped by looking at their draws: at a target radius, or near what `most` draws could give."""
+    """Votes of inputs that stopped by looking at their draws, at a target radius."""
 
     votes: Votes
-    most: int
-    target: float | None = None
+    target: float
 
 
 def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -> Certificates:
@@ -121,8 +118,7 @@ def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
         row: the procedure.
         setting: noise and risk.
     """
-    most = int(sample.draws.max(initial=1))
-    noise = setting.noise
+    most, noise = int(sample.draws.max(initial=1)), setting.noise
     mean = Gaussian(float(np.mean(noise.sigma)), float(np.max(noise.variation, initial=0.0)))
     return plan_counts(row, sample.selection, most, mean, setting.alpha)
 
@@ -173,60 +169,21 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
 
 
 def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
-    """Anytime-valid bounds at the moment each input stopped: an e-value against the target, or confidence sequences."""
+    """An e-value against the target radius at the moment each input stopped, valid at any time."""
     order = ranking(sample.votes.selection)
-    counts = np.take_along_axis(sample.votes.estimation, order, axis=1)
-    hits, rival = counts[:, 0], counts[:, 1:].max(axis=1)
-    if sample.target is not None:
-        return _at_target(sample, float(sample.target), row, setting, (hits, rival), order)
-
-    # half of the risk for the sequences, half for the bounds of a sample that was drawn to its end
-    votes, half = sample.votes, replace(setting, alpha=setting.alpha / 2)
-    plan = plan_votes(replace(votes, draws=np.full(len(order), float(sample.most))), row, half)
-    bounds = sequence_bounds(hits, rival, votes.draws, plan, half)
-    full = votes.draws >= sample.most
-    if full.any():
-        last = _vote_bounds(votes, plan, replace(row, ties=False), half)
-        bounds = last.where(full & (last.radius > bounds.radius), bounds)
-    return _assemble(bounds, plan, votes.draws, "adaptive", setting)
-
-
-def _at_target(
-    sample: Stopped, target: float, row: Procedure, setting: Setting, votes: tuple[Floats, Floats], order: Any
-) -> Certificates:
-    ranked = np.take_along_axis(sample.votes.selection, order, axis=1)
+    ranked, counts = (np.take_along_axis(v, order, axis=1) for v in (sample.votes.selection, sample.votes.estimation))
     draws = sample.votes.draws
     # the distance to the grid is part of the goal
-    goal = np.broadcast_to(target + np.asarray(setting.distance, dtype=np.float64), len(order))
+    goal = np.broadcast_to(sample.target + np.asarray(setting.distance, dtype=np.float64), len(order))
     low, radius = np.zeros(len(order)), np.zeros(len(order))
-    for k, (hits, rival) in enumerate(zip(*votes, strict=True)):
+    for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], float(goal[k]), setting.noise)
-        if test.log_e(hits, rival, draws[k]) >= np.log(1 / setting.alpha):
-            low[k], radius[k] = test.claimed, target
+        if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
+            low[k], radius[k] = test.claimed, sample.target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
     none = np.zeros(len(order), dtype=bool)
     plan = Plan(Partition(order, none.astype(np.int64)), none, low, low, low, low[:, None], none)
     return _assemble(bounds, plan, draws, "adaptive", replace(setting, distance=0.0))
-
-
-def sequence_bounds(hits: Floats, rival: Floats, draws: Floats, plan: Plan, setting: Setting) -> Bounds:
-    """The class and its strongest rival by confidence sequences, which hold at all times at once: the radius of now.
-
-    Args:
-        hits: votes of the class.
-        rival: votes of the rival with most votes.
-        draws: all draws.
-        plan: shares of the risk.
-        setting: noise and risk.
-    """
-    noise, alpha = setting.noise, setting.alpha
-    lower = noise.below(lower_sequence(hits, draws, alpha * plan.top))
-    upper = complement(lower)
-    several = plan.partition.buckets > 2
-    if several.any():
-        bound = noise.above(upper_sequence(rival, draws, alpha * plan.rival))
-        upper = np.where(several, np.minimum(upper, bound), upper)
-    return Bounds(lower, upper, radius_multi(lower, upper, noise.sigma))
 
 
 def _assemble(bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting: Setting) -> Certificates:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.ramp import Floats, quantile, ramp_mean, ramp_quantile
+from equipoise.smoothing.ramp import Floats, quantile, ramp_quantile
 
 _DOWN = 1 - 2.0**-49
 _UP = 1 + 2.0**-48
@@ -54,28 +54,25 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     return _half_gap(quantile(p1)[0], quantile(p2)[1], sigma)
 
 
-def radius_multi_lipschitz(
-    p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz: Any, *, mass: float = 1.0
-) -> Floats:
+def radius_multi_lipschitz(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Floats:
     """`R = ½(ψ(p1) − ψ(p2))`, ψ the inverse of the Gaussian mean of a ramp of slope L: Cohen's radius for Lipschitz
     scores.
 
     With `G(s) = 1 − L·(I(s + 1/L) − I(s))`, `I(x) = x·Φ(x/σ) + σ·φ(x/σ)` and `ψ(p) = −G⁻¹(p)`, each ψ∘F̃_k is
     1-Lipschitz. Guarantee: as `radius_multi`, plus: `lipschitz` is an upper bound of Lip(F_k) for every component
-    `F_k: R^d → [0, mass]` *before* smoothing (a number per input, or an array that broadcasts). Never below
+    `F_k: R^d → [0, 1]` *before* smoothing (a number per input, or an array that broadcasts). Never below
     `radius_multi`, equal to it for L = ∞, decreasing in L, attained by a clipped ramp, infinite for L = 0 and p1 > p2.
 
     Args:
-        p1: lower bound of the top score, in [0, mass].
-        p2: upper bound of every other score, in [0, mass].
+        p1: lower bound of the top score.
+        p2: upper bound of every other score.
         sigma: standard deviation of the noise.
         lipschitz: upper bound of the Lipschitz constant (number, `Bound`, `Bracket`, or array of numbers).
-        mass: the scores live in [0, mass]; values and constant are divided by it.
 
     >>> [round(float(radius_multi_lipschitz(0.9, 0.1, s, L)), 4) for s, L in ((0.25, 0.5), (0.5, 1), (1, 0.5))]
     [0.8393, 0.7431, 1.4862]
     """
-    p1, p2, lipschitz = _per_mass(p1, p2, lipschitz, mass)
+    p1, p2, lipschitz = _probability(p1, "p1"), _probability(p2, "p2"), _constant(lipschitz)
     sigma = positive(sigma, "sigma")
     if bool(np.all(np.isinf(lipschitz))):
         return radius_multi(p1, p2, sigma)
@@ -102,44 +99,6 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     finite = np.where(np.isinf(a), 1.0, a)
     ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
     return np.where(np.isinf(a), np.where(p > 0.5, np.inf, 0.0), ramp)
-
-
-def radius_per_class(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz1: Any, lipschitz2: Any) -> Floats:
-    """The smallest ρ with `G_y(−ψ_y(p1) + ρ) = G_k(−ψ_k(p2) − ρ)`: scores with different Lipschitz constants.
-
-    Guarantee: as `radius_multi_lipschitz`, with `Lip(F_y) ≤ lipschitz1`, `Lip(F_k) ≤ lipschitz2`. The crossing is
-    bisected; the end returned is one where the two certified bounds have not crossed yet.
-
-    Args:
-        p1: lower bound of the top score.
-        p2: upper bound of every other score.
-        sigma: standard deviation of the noise.
-        lipschitz1: of the top score.
-        lipschitz2: of the other scores.
-
-    >>> same = radius_per_class(0.9, 0.1, 0.5, 1.0, 1.0)
-    >>> bool(abs(same - radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0)) < 1e-9)
-    True
-    """
-    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), positive(sigma, "sigma")
-    l1, l2 = _constant(lipschitz1), _constant(lipschitz2)
-    p1, p2, sigma, l1, l2 = np.broadcast_arrays(p1, p2, sigma, l1, l2)
-    a1, a2 = _width(l1, sigma), _width(l2, sigma)
-    low = radius_multi_lipschitz(p1, p2, sigma, np.maximum(l1, l2))
-    known = (
-        np.isinf(low) | (p1 <= p2) | np.isinf(a1) | np.isinf(a2)
-    )  # a constant score: keep the common-constant radius
-    a1, a2 = np.where(np.isinf(a1), 1.0, a1), np.where(np.isinf(a2), 1.0, a2)
-    start, end = ramp_quantile(p1, a1, "low")[0], ramp_quantile(p2, a2, "up")[1]
-    with np.errstate(invalid="ignore"):
-        lo = np.where(known, 0.0, low / sigma)
-        hi = np.where(known, 0.0, np.maximum(start - end, 0) + a1 + a2 + 1)
-        start, end = np.where(np.isfinite(start), start, 0.0), np.where(np.isfinite(end), end, 0.0)
-        for _ in range(60):
-            rho = (lo + hi) / 2
-            apart = _mean(start - rho, a1)[0] > _mean(end + rho, a2)[1]
-            lo, hi = np.where(apart, rho, lo), np.where(apart, hi, rho)
-        return np.where(known, low, np.maximum(_down(sigma * lo), low))
 
 
 def component_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
@@ -205,10 +164,6 @@ def _sides(p1: Floats, p2: Floats, a: Floats) -> tuple[Floats, Floats]:
     return ramp_quantile(p1, a, "low")[0], ramp_quantile(p2, a, "up")[1]
 
 
-def _mean(t: Floats, a: Floats) -> tuple[Floats, Floats]:
-    return ramp_mean(t, np.maximum(a, 1e-12))  # a step (a = 0) is steeper than any ramp: 1e-12 moves H by < 1e-25
-
-
 def _half_gap(low: Floats, up: Floats, sigma: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         gap = low - up  # ∞ − ∞ happens only where p1 = p2 ∈ {0, 1}
@@ -231,18 +186,6 @@ def _width(lipschitz: Floats, sigma: Floats) -> Floats:
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
         width = np.asarray(1 / (lipschitz * sigma) * _DOWN)
     return np.where(lipschitz > 0, np.minimum(width, _WIDEST), width)
-
-
-def _per_mass(p1: ArrayLike, p2: ArrayLike, lipschitz: Any, mass: float) -> tuple[Floats, Floats, Floats]:
-    constant = _constant(lipschitz)
-    if mass == 1.0:
-        return _probability(p1, "p1"), _probability(p2, "p2"), constant
-    if not (np.isfinite(mass) and mass > 0):
-        raise InputError(f"the mass must be a positive number, got {mass}")
-    # one ulp outward for the divisions
-    low = np.nextafter(np.asarray(p1, dtype=np.float64) / mass, 0)
-    up = np.nextafter(np.asarray(p2, dtype=np.float64) / mass, 1)
-    return _probability(low, "p1/mass"), _probability(up, "p2/mass"), np.nextafter(constant / mass, np.inf)
 
 
 def _probability(p: ArrayLike, name: str) -> Floats:

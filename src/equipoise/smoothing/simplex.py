@@ -17,7 +17,7 @@ from equipoise.core import InputError, as_upper
 from equipoise.core.checks import POSITIVE, describe, require_number, require_one_of
 from equipoise.smoothing.bounds import Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
-from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
+from equipoise.smoothing.procedures import DEFAULT, find_procedure
 from equipoise.smoothing.ramp import Floats
 
 MapName = Literal["softmax", "sparsemax", "hardmax"]
@@ -127,9 +127,6 @@ def _product(network: float, constant: float) -> float:
     return 0.0 if network == 0 else network * constant * _UP
 
 
-_BLOCK = 2_000_000  # scores held at a time during the search
-
-
 def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
     """The grid of LVM-RS: hardmax, and softmax and sparsemax at 50 log-spaced temperatures from 0.01 to 50.
 
@@ -227,38 +224,13 @@ def choose_map(
         One map per input.
     """
     if not isinstance(logits, np.ndarray) or logits.ndim != 3 or logits.shape[1] < 2:
-        got = logits.shape if isinstance(logits, np.ndarray) else describe(logits)
-        raise InputError(f"expected a NumPy array of logits (inputs, at least 2 draws, classes), got {got}")
+        raise InputError(
+            f"expected a NumPy array of logits (inputs, at least 2 draws, classes), got {describe(logits)}"
+        )
     candidates = list(map_grid() if grid is None else grid)
-    if not candidates:
-        raise InputError("the grid of maps is empty")
-    row, noise = find_procedure(procedure), Gaussian(sigma)
-    hoped = np.empty((len(candidates), len(logits)))
-    at_once = max(1, _BLOCK // (logits.shape[1] * logits.shape[2]))
-    for start in range(0, len(logits), at_once):
-        part = slice(start, start + at_once)
-        together = max(1, at_once // len(logits[part]))
-        for name in dict.fromkeys(m.name for m in candidates):
-            same = [k for k, m in enumerate(candidates) if m.name == name]
-            for group in (same[k : k + together] for k in range(0, len(same), together)):
-                maps = [candidates[k] for k in group]
-                hoped[group, part] = _expected_radii(maps, logits[part], row, n, noise, alpha, lipschitz)
+    noise = Gaussian(sigma)
+    hoped = np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates])
     if per_input:
         return [candidates[k] for k in hoped.argmax(axis=0)]
     finite = np.clip(hoped, 0, 1e6 * sigma)
     return [candidates[int(finite.mean(axis=1).argmax())]] * len(logits)
-
-
-def _expected_radii(
-    maps: Sequence[SimplexMap], logits: Floats, row: Procedure, n: int, noise: Gaussian, alpha: float, lipschitz: Any
-) -> Floats:
-    """Expected radii (maps, N) of maps of one kind: temperatures become one more batch axis."""
-    inputs, draws, classes = logits.shape
-    if maps[0].votes:
-        return plan_counts(row, apply_map(maps[0], logits).sum(axis=1), n, noise, alpha).hoped[None]
-    effective = np.array([m.temperature * m.mass for m in maps])
-    scaled = (logits[None] / effective[:, None, None, None]).reshape(-1, draws, classes)
-    scores = apply_map(SimplexMap(maps[0].name), scaled)
-    each = [map_smoothness(m, classes, lipschitz) for m in maps]
-    smoothness = Smoothness(*(np.repeat([getattr(s, f) for s in each], inputs) for f in ("component", "pair")))
-    return plan_scores(row, scores, n, noise, alpha, smoothness).hoped.reshape(-1, inputs)

@@ -71,20 +71,12 @@ class Model(Part):
     weights: str | None = None
 
 
-class Extra(Part):
-    """More examples to learn from (generated ones, say): `ratio` of them to every one of the training split, per epoch."""
-
-    path: str
-    train: str = "train"
-    ratio: Annotated[float, Field(gt=0, le=1000)] = 1.0
-
-
 class Data(Part):
     """The training data: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
 
     `reader` (`package.module:function`) is called as `reader(path, split)` instead of `load_dataset`. `validation` is the part
     of the training split held out and measured every epoch (0: the test split is measured instead); `limit` keeps the first so
-    many examples of a seeded shuffle. `examples` is their number for `--plan` where the data are not on this machine.
+    many examples of a seeded shuffle.
     """
 
     path: str
@@ -96,8 +88,6 @@ class Data(Part):
     limit: AtLeastOne | None = None
     test_limit: AtLeastOne | None = None
     augment: list[Named] = []
-    extra: Extra | None = None
-    examples: AtLeastOne | None = None
 
 
 class Optimizer(Part):
@@ -136,16 +126,14 @@ class Optimizer(Part):
 class Schedule(Part):
     """The factor of the learning rate over the run; it rises to 1 during the first `warmup` (a fraction of all steps).
 
-    `cosine` and `linear` then fall to `final`; `one-cycle` is `cosine` with a warmup of 0.3 by default; `step` multiplies by
-    `gamma` at each of the `milestones` (fractions of all steps); `piecewise` is linear between `points` of (fraction, factor).
+    `cosine` and `linear` then fall to `final`; `one-cycle` is `cosine` with a warmup of 0.3 by default; `piecewise` is linear
+    between `points` of (fraction, factor).
     """
 
-    kind: Literal["constant", "cosine", "linear", "one-cycle", "piecewise", "step"] = "constant"
+    kind: Literal["constant", "cosine", "linear", "one-cycle", "piecewise"] = "constant"
     warmup: Fraction = 0.0
     final: NonNegative = 0.0
     points: list[tuple[Share, NonNegative]] = []
-    milestones: list[Share] = []
-    gamma: Positive = 0.1
 
     @model_validator(mode="after")
     def _check(self) -> Schedule:
@@ -196,7 +184,6 @@ class Recipe(Part):
     precision: Literal["fp32", "bf16"] = "fp32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     metrics: Metrics = Metrics()
-    checkpoint_every: AtLeastOne = 1
     checkpoint_steps: AtLeastOne | None = None
     tensorboard: bool = False
 
@@ -378,7 +365,7 @@ def _code_names(value: Any, key: str = "") -> Any:
 
 
 def _override(document: Document, item: str) -> Document:
-    """A copy of the document with `a.b=value` (or `list.0.key=value`) set; the value is YAML."""
+    """A copy of the document with `a.b=value` set; the value is YAML."""
     key, equals, text = item.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -391,13 +378,8 @@ def _put(current: Any, path: list[str], value: Any) -> Any:
     if not path:
         return value
     head, *rest = path
-    if head.isdigit():
-        items = list(current or [])
-        if int(head) > len(items):
-            raise InputError(f"--set: {head} is no position in a list of {len(items)} (0 is the first)")
-        old = items.pop(int(head)) if int(head) < len(items) else None
-        items.insert(int(head), _put(old, rest, value))
-        return items
+    if isinstance(current, list):
+        raise InputError(f"--set: {head!r} is inside a list: give the whole list, key=[…]")
     inner = {"kind": current} if isinstance(current, str) else dict(current or {})
     return {**inner, head: _put(inner.get(head), rest, value)}
 

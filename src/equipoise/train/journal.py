@@ -66,10 +66,10 @@ class Journal:
         busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
         self._lock.enter_context(locked(self.folder / ".lock", busy))
         if path.exists():
-            stored, new = _flat(read_json(path)), _flat(json.loads(json.dumps(document)))
-            changed = [key for key in {**stored, **new} if stored.get(key) != new.get(key)]
+            stored: Any = read_json(path)
+            changed = [key for key, value in document.items() if stored.get(key) != value]
             if changed:
-                listed = "; ".join(f"{key}: {stored.get(key)} → {new.get(key)}" for key in changed)
+                listed = "; ".join(f"{key}: {stored.get(key)} → {document[key]}" for key in changed)
                 raise InputError(
                     f"{self.folder} belongs to another recipe ({listed}): choose another --run-dir, or remove this one"
                 )
@@ -128,13 +128,3 @@ def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
     for name in sorted(tensors):
         digest.add(name, tensors[name])
     return str(digest)
-
-
-def _flat(document: Any, path: str = "") -> Document:
-    """The values of a document by the path of their keys."""
-    if not isinstance(document, dict):
-        return {path: document}
-    leaves: Document = {}
-    for key, value in document.items():
-        leaves |= _flat(value, f"{path}.{key}" if path else str(key))
-    return leaves

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,17 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line,
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
-from equipoise.regularizers.flatness import frozen_statistics
-from equipoise.train.build import Parts, build_data, build_model, build_optimizer, random_parts, require_fit
+from equipoise.regularizers.noise import frozen_statistics
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
-from equipoise.train.processes import from_first, gather, in_blocks, key, rank, world
+from equipoise.train.processes import from_first, key, rank, world
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
 #: inputs in the bundle of a trained network
 _BUNDLED = 500
-#: the loss is checked every so many steps and before every checkpoint, so that a device need not wait
-CHECK_STEPS = 50
 #: what torch raises if tensors of a state do not fit a network
 _MISFITS = (RuntimeError, KeyError, ValueError, IndexError, TypeError, AttributeError)
 
@@ -137,59 +135,36 @@ def run_recipe(
     return Result(checked, run.measured.eval(), run.history, final, seconds, folder, finished)
 
 
-def step_seconds(recipe: Recipe, parts: Parts, sizes: Iterable[int], steps: int = 1) -> list[float]:
-    """Processor seconds of a training step for every number of examples: the smallest of `steps`, after one to warm up.
+def step_seconds(recipe: Recipe, parts: Parts, steps: int = 1) -> float:
+    """Processor seconds of a training step: the smallest of `steps`, after one to warm up.
 
     Args:
         recipe: what would be trained.
         parts: its data.
-        sizes: numbers of examples, at most the batch size.
         steps: how many are timed.
     """
-
-    def timed(examples: int) -> float:
-        began = time.process_time()
-        run.take_step(torch.arange(examples))
-        return time.process_time() - began
-
+    seconds = []
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         run = Training(recipe, parts, _accelerator(cpu=True))
-        timed(2)
-        seconds = [min(timed(size) for _ in range(steps)) for size in sizes]
+        for _ in range(steps + 1):
+            began = time.process_time()
+            run.take_step(torch.arange(len(parts.train)))
+            seconds.append(time.process_time() - began)
         run.close()
-    return seconds
+    return min(seconds[1:])
 
 
 def plan_recipe(recipe: Recipe) -> Document:
-    """What training would cost on this machine: steps, and the time of one, extrapolated from 2 and 6 examples.
-
-    Where the data are not on this machine, `data.examples` of the recipe counts and inputs are random.
+    """What training would cost on this machine: the number of steps, and the processor time of one.
 
     >>> plan_recipe(read_recipe("sll-sr-digits"))["steps"]
     660
     """
-    source = "the data"
-    try:
-        parts = build_data(recipe.data)
-    except InputError as error:
-        if recipe.data.examples is None:
-            raise
-        parts = random_parts(recipe)
-        source = f"the recipe, since the data are not here ({error})"
-    few, more = step_seconds(recipe, parts, (2, 6))
-    size = min(recipe.batch_size, len(parts.train))
-    seconds = few + max(0.0, more - few) / 4 * (size - 2)
-    steps = recipe.epochs * (len(parts.train) // size)
-    return {
-        "name": recipe.name,
-        "examples": len(parts.train),
-        "steps": steps,
-        "step_seconds": seconds,
-        "hours": steps * seconds / 3600,
-        "where": source,
-        "published": recipe.published,
-    }
+    parts = build_data(recipe.data)
+    seconds = step_seconds(recipe, parts)
+    steps = recipe.epochs * (len(parts.train) // min(recipe.batch_size, len(parts.train)))
+    return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": steps * seconds / 3600}
 
 
 class _SingleProcess:
@@ -212,11 +187,18 @@ def _accelerator(cpu: bool) -> Any:
                 "training on several processes needs accelerate: pip install 'equipoise[train]'"
             ) from error
         return _SingleProcess(cpu)
-    accelerator = Accelerator(cpu=cpu)
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise InputError(f"data parallelism only: accelerate is set to {kind}, expected MULTI_GPU or MULTI_CPU")
-    return accelerator
+    return Accelerator(cpu=cpu)
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from accelerate.tracking import TensorBoardTracker
+
+        tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1)
+        tracker.start()
+    except ImportError as error:
+        raise InputError("tensorboard: true needs tensorboard: pip install 'equipoise[train]'") from error
+    return tracker
 
 
 class Training:
@@ -265,7 +247,6 @@ class Training:
         context = Context(model, self.task, example)
         self.penalties = [from_table(REGULARIZERS, choice, "regularizers", context) for choice in recipe.regularizers]
         self.projections = [from_table(PROJECTIONS, choice, "projections", context) for choice in recipe.projections]
-        torch.manual_seed(key(recipe.seed, "network", rank()))
 
         self.epoch = self.batch = self.step = 0
         self.saved: int | None = None
@@ -274,7 +255,7 @@ class Training:
         self.certified: Certified | None = None
         self.remembers = folder is not None
         self.journal = Journal(folder) if folder is not None and rank() == 0 else None  # one process writes
-        self.writer: Any = None
+        self.tracker: Any = None
 
     @property
     def measured(self) -> nn.Module:
@@ -316,8 +297,6 @@ class Training:
             checkpoint = self.recipe.checkpoint_steps
             if checkpoint is not None and self.step % checkpoint == 0 and self.batch < self.batches:
                 self._save()
-            elif self.batch % CHECK_STEPS == 0:
-                self._require_finite()
             shown = loss.item() if self.device.type == "cpu" else None
             self._report(self.epoch + 1, loss=shown)
         self._require_finite()
@@ -330,14 +309,17 @@ class Training:
             order: the positions of the epoch.
         """
         recipe = self.recipe
+        torch.manual_seed(key(recipe.seed, "network", self.step, rank()))  # what the network itself draws (dropout)
         positions = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
         share = len(positions) // world()
         first = rank() * share
         x, y = self.parts.train.batch(positions[first : first + share])
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        for number, augment in enumerate(self.augmentations):
-            x = in_blocks(augment, x, first, recipe.seed, f"augment{number}", self.step)
-        batch = Batch(self.network, fresh_strides(x), y, recipe.seed, self.step, first, self.step / self.steps)
+        batch = Batch(self.network, x, y, recipe.seed, self.step, first, self.step / self.steps)
+        source = batch.generator("augment")
+        for augment in self.augmentations:
+            x = augment(x, source)
+        batch = replace(batch, x=fresh_strides(x))
 
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.optimizer.lr * factor(recipe.schedule, self.step, self.steps)
@@ -410,12 +392,12 @@ class Training:
         if metrics.bound and (last or (metrics.bound_every and self.epoch % metrics.bound_every == 0)):
             # machines may round differently: one bound for all
             self.certified = from_first(certified_bound(self.measured.eval(), self.shape, metrics.rtol))
-            row |= {"bound": self.certified.upper, "layer_norms": self.certified.layers}
+            row["bound"] = self.certified.upper
             if self.certified.reason:
                 row["bound_reason"] = self.certified.reason
         if self.parts.measured is not None and (last or self.epoch % metrics.every == 0):
             row["split"], part = self.parts.measured
-            options = (self.task, self.device, metrics.batch_size, metrics.epsilons, self.certified)
+            options = (self.task, self.device, metrics, self.certified)
             row |= evaluate(self.measured, part, *options)
             if last and row["split"] == "validation" and self.parts.test is not None:
                 row["test"] = evaluate(self.measured, self.parts.test, *options)
@@ -423,12 +405,13 @@ class Training:
 
     def _record(self, row: Document) -> None:
         self.history.append(row)
-        if self.epoch == self.recipe.epochs or self.epoch % self.recipe.checkpoint_every == 0:
-            self._save()
+        self._save()
         if self.journal is not None:
             self.journal.write_metrics(self.history)
-        if self.writer is not None:
-            log_row(self.writer, row)
+        if self.tracker is not None:
+            certified = {f"certified_accuracy/{e}": a for e, a in row.get("certified_accuracy", {}).items()}
+            numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+            self.tracker.log(numbers | certified, self.step)
         self._report(self.epoch, row=row)
 
     def _report(self, epoch: int, **figures: Any) -> None:
@@ -450,10 +433,6 @@ class Training:
         state: State = {name: item.state_dict() for name, item in self._stateful().items()}
         state |= {f"optimizer/{index}": entries for index, entries in self.optimizer.state_dict()["state"].items()}
         state["totals"] = self.totals.reduced()
-        generators = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state()
-        state |= {f"random/{number}": states for number, states in enumerate(gather(generators))}
         if self.journal is not None:
             position = Position(epoch=self.epoch, batch=self.batch, step=self.step, history=self.history)
             self.journal.save(state, position)
@@ -464,7 +443,7 @@ class Training:
         outcome: Any = None
         if self.journal is not None:
             try:
-                outcome = self.journal.open({"recipe": self.recipe.to_dict(), "data": self.parts.fingerprint()})
+                outcome = self.journal.open({**self.recipe.to_dict(), "fingerprint": self.parts.fingerprint()})
             except EquipoiseError as error:
                 outcome = error
         outcome = from_first(outcome)
@@ -478,7 +457,7 @@ class Training:
         if self.journal is not None and self.history:
             self.journal.write_metrics(self.history)
         if self.journal is not None and self.recipe.tensorboard:
-            self.writer = summary_writer(self.journal.folder / "tensorboard", self.step)
+            self.tracker = _tensorboard(self.journal.folder, self.step)
 
     def _misfit(self, error: Exception) -> InputError:
         return InputError(
@@ -492,11 +471,6 @@ class Training:
         moments = {i: state[f"optimizer/{i}"] for i in range(count) if f"optimizer/{i}" in state}
         self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
-        generators = state.get(f"random/{rank()}", {})  # nothing if there are more processes than before
-        if "cpu" in generators:
-            torch.set_rng_state(generators["cpu"])
-        if "cuda" in generators and self.device.type == "cuda":
-            torch.cuda.set_rng_state(generators["cuda"])
         self.epoch, self.batch, self.step = position.epoch, position.batch, position.step
         if self.step != self.epoch * self.batches + self.batch or self.step > self.steps:
             raise ValueError(f"its step is {self.step} in epoch {self.epoch + 1}")
@@ -544,39 +518,10 @@ class Training:
         """Close files, and remove the penalties' hooks from the network."""
         for penalty in self.penalties:
             penalty.remove()
-        if self.writer is not None:
-            self.writer.close()
+        if self.tracker is not None:
+            self.tracker.finish()
         if self.journal is not None:
             self.journal.close()
-
-
-def summary_writer(folder: Path, step: int) -> Any:
-    """TensorBoard's writer; what was written after `step` is dropped.
-
-    Args:
-        folder: of the events.
-        step: of the state that the run goes on from.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("tensorboard: true needs tensorboard: pip install 'equipoise[train]'") from error
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-
-def log_row(writer: Any, row: Mapping[str, Any]) -> None:
-    """Write the numbers of a row.
-
-    Args:
-        writer: of TensorBoard.
-        row: figures of an epoch.
-    """
-    for name, value in row.items():
-        numbers = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-        for tag, number in numbers.items():
-            if isinstance(number, int | float) and tag not in ("step", "epoch"):
-                writer.add_scalar(tag, number, row["step"])
-    writer.flush()
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -599,8 +544,6 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * t)) / 2
     if schedule.kind == "linear":
         return schedule.final + (1 - schedule.final) * (1 - t)
-    if schedule.kind == "step":
-        return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
     if schedule.kind == "piecewise":
         fractions, factors = zip(*schedule.points, strict=True)
         return float(np.interp(step / steps, fractions, factors))

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.checkpoints import load_checkpoint
-from equipoise.core.errors import InputError, did_you_mean
+from equipoise.core.errors import InputError
 from equipoise.nn import losses
 from equipoise.nn.wrappers import ending, known_constant
 from equipoise.regularizers import noise
 from equipoise.smoothing.simplex import SimplexMap
-from equipoise.train.config import Few, Fraction, NonNegative, Positive, Share
-from equipoise.train.processes import generator, in_blocks
+from equipoise.train.config import Few, NonNegative, Positive, Share
+from equipoise.train.processes import generator
 
 #: for each metric the sum of its hits and how many were tried
 Counts = dict[str, tuple[Tensor, Tensor | int]]
@@ -132,20 +131,13 @@ class AtRadius(Classification):
         return self.function(output, y, self.epsilon, lipschitz, weight)
 
 
-def _numbers(defaults: dict[str, float], numbers: dict[str, float]) -> dict[str, float]:
-    unknown = [name for name in numbers if name not in defaults]
-    if unknown:
-        raise InputError(
-            f"loss: unknown key {unknown[0]!r}{did_you_mean(unknown[0], defaults)}; it has {list(defaults)}"
-        )
-    return defaults | numbers
-
-
 def _plain_loss(function: Callable[..., Tensor], **defaults: float) -> Callable[..., Classification]:
     """A row for `function(logits, labels, **numbers)`; `defaults` are its numbers."""
 
     def row(**numbers: NonNegative) -> Classification:
-        return Classification(functools.partial(function, **_numbers(defaults, numbers)))
+        if not numbers.keys() <= defaults.keys():
+            raise TypeError(f"it takes {list(defaults)}, got {list(numbers)}")
+        return Classification(functools.partial(function, **(defaults | numbers)))
 
     return row
 
@@ -154,6 +146,7 @@ def _radius_loss(
     function: Callable[..., Tensor], default_epsilon: float = 1.0, **defaults: float
 ) -> Callable[..., AtRadius]:
     """A row for a loss that asks for a radius; `defaults` are its own numbers."""
+    options = _plain_loss(function, **defaults)
 
     def row(
         epsilon: NonNegative = default_epsilon,
@@ -162,17 +155,14 @@ def _radius_loss(
         lipschitz: Positive | None = None,
         **numbers: NonNegative,
     ) -> AtRadius:
-        partial = functools.partial(function, **_numbers(defaults, numbers))
-        return AtRadius(partial, epsilon, epsilon if start is None else start, ramp, lipschitz)
+        return AtRadius(options(**numbers).function, epsilon, epsilon if start is None else start, ramp, lipschitz)
 
     return row
 
 
-#: `−log softmax(z)_y`
-cross_entropy = _plain_loss(F.cross_entropy, label_smoothing=0.0)
 #: every loss a recipe can name; a new one is a new row, or `package.module:function` in the recipe
 LOSSES: dict[str, Callable[..., Task]] = {
-    "ce": cross_entropy,
+    "ce": _plain_loss(F.cross_entropy, label_smoothing=0.0),
     "lipschitz-ce": _plain_loss(losses.offset_cross_entropy, temperature=0.25, offset=losses.OFFSET, lipschitz=1.0),
     "margin": _plain_loss(losses.margin_hinge, epsilon=1.0, lipschitz=1.0),
     "lmt": _radius_loss(losses.lipschitz_margin, temperature=1.0),
@@ -198,9 +188,9 @@ class Batch:
     first: int
     fraction: float = 1.0
 
-    def generator(self) -> torch.Generator:
+    def generator(self, purpose: str = "noise") -> torch.Generator:
         """Keyed by step and first place: processes draw different noise, a restart the same."""
-        return generator(self.seed, "noise", self.step, self.first, device=self.x.device)
+        return generator(self.seed, purpose, self.step, self.first, device=self.x.device)
 
 
 #: the mean loss of a batch, and the network's output (for the training accuracy)
@@ -228,10 +218,7 @@ def gaussian(task: Task, sigma: Positive) -> Objective:
     """
 
     def objective(batch: Batch) -> Outcome:
-        def add_noise(rows: Tensor, source: torch.Generator) -> Tensor:
-            return noise.add_noise(rows, sigma, source)
-
-        noisy = in_blocks(add_noise, batch.x, batch.first, batch.seed, "noise", batch.step, 0)
+        noisy = noise.add_noise(batch.x, sigma, batch.generator())
         return plain(task)(replace(batch, x=noisy))
 
     return objective
@@ -272,34 +259,18 @@ def consistency(
     return objective
 
 
-def smooth_adversarial(task: Task, sigma: Positive, epsilon: NonNegative, steps: Few = 2, copies: Few = 2) -> Objective:
-    """The task's loss on noisy adversaries of the smoothed classifier (SmoothAdv, Salman et al. 2019).
-
-    Args:
-        task: gives the loss.
-        sigma: noise.
-        epsilon: radius of the attack.
-        steps: of the attack.
-        copies: noisy copies of every input.
-    """
-
-    def objective(batch: Batch) -> Outcome:
-        inner = getattr(
-            batch.network, "module", batch.network
-        )  # the ascent needs no gradient of the weights: not by DDP
-        noisy, labels = noise.smooth_adversarial(
-            inner, batch.x, batch.y, sigma, epsilon, steps=steps, copies=copies, generator=batch.generator()
-        )
-        output = batch.network(noisy)
-        return task.at(batch.fraction).loss(output, labels), output[: len(batch.y)]
-
-    return objective
-
-
 def soft_vote(
-    task: Task, sigma: Positive, map: SoftMap = "softmax", temperature: Positive = 1.0, copies: Few = 4
+    task: Task,
+    sigma: Positive,
+    map: SoftMap = "softmax",
+    temperature: Positive = 1.0,
+    copies: Few = 4,
+    target: Positive | None = None,
+    lipschitz: Positive = 1.0,
 ) -> Objective:
     """`−log mean_i τ_T(f(x + σ·g_i))_y`: trains the scores that are averaged when soft votes are certified.
+
+    With a `target` the loss is `mean max(0, 1 − R/target)`, R the Lipschitz-aware radius R_multiLip of these scores.
 
     Args:
         task: not used.
@@ -307,67 +278,17 @@ def soft_vote(
         map: τ.
         temperature: T.
         copies: noisy copies of every input.
-    """
-    simplex = SimplexMap(map, temperature)
-
-    def objective(batch: Batch) -> Outcome:
-        scores, output = noise.smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
-        return noise.soft_vote_loss(scores, batch.y), output
-
-    return objective
-
-
-def lipschitz_radius(
-    task: Task,
-    sigma: Positive,
-    target: Positive,
-    map: SoftMap = "softmax",
-    temperature: Positive = 1.0,
-    lipschitz: Positive = 1.0,
-    copies: Few = 4,
-) -> Objective:
-    """`mean max(0, 1 − R/target)`, R the Lipschitz-aware radius R_multiLip of the averaged soft scores.
-
-    Args:
-        task: not used.
-        sigma: noise.
         target: radius above which nothing is gained.
-        map: to the simplex.
-        temperature: of the map.
         lipschitz: the constant the network is built for; certificates prove their own.
-        copies: noisy copies of every input.
     """
     simplex = SimplexMap(map, temperature)
 
     def objective(batch: Batch) -> Outcome:
         scores, output = noise.smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        if target is None:
+            return noise.soft_vote_loss(scores, batch.y), output
         radius = noise.expected_radius(scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
         return (1 - radius / target).clamp_min(0).mean(), output
-
-    return objective
-
-
-def distillation(task: Task, teacher: str, weight: Fraction = 0.5, temperature: Positive = 1.0) -> Objective:
-    """`(1 − w)·loss(f(x), y) + w·T²·KL(softmax(t(x)/T) ‖ softmax(f(x)/T))`.
-
-    Reference: Hinton, Vinyals, Dean (2015), Distilling the knowledge in a neural network.
-
-    Args:
-        task: gives the loss.
-        teacher: folder of the checkpoint whose network is t.
-        weight: w.
-        temperature: T.
-    """
-    guide = load_checkpoint(teacher)[0].requires_grad_(False).eval()
-
-    def objective(batch: Batch) -> Outcome:
-        output = batch.network(batch.x)
-        with torch.no_grad():
-            target = (guide.to(batch.x.device)(batch.x) / temperature).log_softmax(1)
-        own = (output / temperature).log_softmax(1)
-        distance = F.kl_div(own, target, reduction="batchmean", log_target=True)
-        loss = task.at(batch.fraction).loss(output, batch.y)
-        return (1 - weight) * loss + weight * temperature**2 * distance, output
 
     return objective
 
@@ -376,8 +297,5 @@ def distillation(task: Task, teacher: str, weight: Fraction = 0.5, temperature: 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "gaussian": gaussian,
     "consistency": consistency,
-    "smoothadv": smooth_adversarial,
-    "distillation": distillation,
     "soft-vote": soft_vote,
-    "lipschitz-radius": lipschitz_radius,
 }

@@ -1,4 +1,4 @@
-"""What is measured after an epoch: loss and accuracy, the network's proved bound, certified accuracy, layer norms."""
+"""What is measured after an epoch: loss and accuracy, the network's proved bound, certified accuracy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
-from equipoise.train.config import Document
+from equipoise.train.config import Document, Metrics
 from equipoise.train.losses import Classification, Task
 from equipoise.train.processes import all_sum, rank, world
 
@@ -50,13 +50,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class Certified:
-    """The network's bound: `upper` is proved (None where it was refused, with the reason), `layers` are upper bounds too.
+    """The network's bound: `upper` is proved; None where it was refused, with the reason.
 
     `pairs` bounds the constants of `z_i − z_j`, where the network ends in a linear layer.
     """
 
     upper: float | None
-    layers: dict[str, float]
     reason: str = ""
     pairs: Tensor | None = None
 
@@ -90,12 +89,12 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
     from equipoise.models import proved
 
     try:
-        upper, pairs, layers = proved(model, input_shape, rtol)
+        upper, pairs = proved(model, input_shape, rtol)
     except Refused as error:
-        return Certified(None, {}, str(error))
+        return Certified(None, str(error))
     if not math.isfinite(upper):
-        return Certified(None, layers, "the bound exceeds the floating-point numbers")
-    return Certified(upper, layers, pairs=pairs)
+        return Certified(None, "the bound exceeds the floating-point numbers")
+    return Certified(upper, pairs=pairs)
 
 
 @torch.no_grad()
@@ -104,8 +103,7 @@ def evaluate(
     part: Part,
     task: Task,
     device: torch.device,
-    batch_size: int,
-    epsilons: Sequence[float] = (),
+    metrics: Metrics,
     certified: Certified | None = None,
 ) -> Document:
     """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants.
@@ -118,18 +116,17 @@ def evaluate(
         part: the examples, which the processes share.
         task: the loss and what is counted.
         device: of the network.
-        batch_size: examples of a pass.
-        epsilons: radii of the certified accuracy.
+        metrics: the recipe's part, with the size of a batch and the radii of the certified accuracy.
         certified: proved constants; without them nothing is certified.
     """
     training = model.training
     model.eval()
     task = task.fit(model, part.source)
     constants = certified if isinstance(task, Classification) and certified and certified.upper is not None else None
-    radii_names = {f"certified/{float(epsilon)}": epsilon for epsilon in epsilons if constants is not None}
+    radii_names = {f"certified/{float(epsilon)}": epsilon for epsilon in metrics.epsilons if constants is not None}
     totals = Totals(device, ["loss", *task.metrics, *radii_names])
-    for start in range(rank() * batch_size, len(part), world() * batch_size):
-        x, y = part.batch(torch.arange(start, min(start + batch_size, len(part))))
+    for positions in torch.arange(len(part)).split(metrics.batch_size)[rank() :: world()]:
+        x, y = part.batch(positions)
         x, y = x.to(device), y.to(device)
         output = model(x)
         totals.add("loss", task.loss(output, y).double() * len(y), len(y))

@@ -20,7 +20,7 @@ from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import build_data, require_fit
 from equipoise.train.config import Document, read_recipe
 from equipoise.train.loop import Report, Result, run_recipe
-from equipoise.train.losses import cross_entropy
+from equipoise.train.losses import LOSSES
 from equipoise.train.metrics import certified_bound, evaluate
 
 #: how to train unless a recipe says otherwise
@@ -48,16 +48,8 @@ class Robustified:
 
     def comparison(self) -> list[tuple[str, str, str]]:
         """Rows (figure, before, after), shares in per cent and rounded down."""
-        columns = [_column(self.before), _column(self.after)]
-        return [(name, columns[0].get(name, "–"), value) for name, value in columns[1].items()]
-
-    def markdown(self) -> str:
-        """Before and after, and what became of every module."""
-        lines = [f"# {self.result.recipe.name}", "", "| figure | before | after |", "|---|---|---|"]
-        lines += [f"| {' | '.join(row)} |" for row in self.comparison()]
-        lines += ["", "| module | was | now | |", "|---|---|---|---|"]
-        lines += [f"| `{r.name}` | {r.was} | {r.now} | {r.action} {r.note} |" for r in self.conversion.rows]
-        return "\n".join([*lines, ""])
+        before, after = _column(self.before), _column(self.after)
+        return [(name, before.get(name, "–"), value) for name, value in after.items()]
 
 
 def _column(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -78,7 +70,6 @@ def robustify(
     data: str | None = None,
     recipe: str | Path | Mapping[str, Any] | None = None,
     changes: Iterable[str] = (),
-    distill: float = 0.0,
     minutes: float | None = None,
     cpu: bool = False,
     progress: Report | None = None,
@@ -86,8 +77,8 @@ def robustify(
     """Convert a network (`make_lipschitz`), train it further, and measure both on the same data.
 
     The layers start from the weights they have; the certificate of the result is proved from its own weights. The run goes on
-    where it stopped. `before-after.json` and `before-after.md` are written beside the network. The result of a checkpoint of a
-    network of `nn.models` is such a checkpoint again; else `model.safetensors` belongs to `make_lipschitz(factory(), method)`.
+    where it stopped. `before-after.json` is written beside the network. The result of a checkpoint of a network of `nn.models`
+    is such a checkpoint again; else `model.safetensors` belongs to `make_lipschitz(factory(), method)`.
 
     Args:
         source: a checkpoint folder as `equipoise train` writes it, or `package.module:factory`, your own code.
@@ -97,14 +88,11 @@ def robustify(
         data: as `data.path` of a recipe, where no recipe is given.
         recipe: how to train; its `model` is replaced.
         changes: `"epochs=5"` and the like.
-        distill: weight of the distance to the original's answers in the loss, from 0 to below 1; for checkpoint folders.
         minutes: as in `run_recipe`.
         cpu: do not use a GPU.
         progress: as in `run_recipe`.
     """
-    if recipe is None and data is None:
-        raise InputError("what shall it be trained on? give --data (digits, a file or a folder), or a recipe")
-    if Path(source).is_file() or not (Path(source).is_dir() or ":" in str(source)):
+    if not (Path(source).is_dir() or ":" in str(source)):
         raise InputError(
             f"{source}: expected a checkpoint folder as `equipoise train` writes it, or package.module:factory (with "
             "--weights); other files do not say how the network is built with other layers"
@@ -112,8 +100,6 @@ def robustify(
     model: Any = load_model(source, weights).model
     name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
     document = {**_DEFAULT, "data": {"path": data}, "name": name} if recipe is None else read_recipe(recipe).to_dict()
-    if distill:
-        document["noise"] = {"kind": "distillation", "teacher": str(source), "weight": distill}
     options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
     document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
     checked = read_recipe(document, changes)
@@ -123,11 +109,9 @@ def robustify(
     if part is None:
         raise InputError("before and after are measured on a test split or a validation part: the recipe has neither")
     require_fit(model, part.source, str(source))
-    metrics = checked.metrics
     shape = part.source.input_shape
-    certified = certified_bound(model, shape, metrics.rtol)
-    task, device = cross_entropy(), torch.device("cpu")
-    figures = evaluate(model, part, task, device, metrics.batch_size, metrics.epsilons, certified)
+    certified = certified_bound(model, shape, checked.metrics.rtol)
+    figures = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
     before = {**figures, "bound": certified.upper}
 
     net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape), **options)
@@ -140,7 +124,6 @@ def robustify(
     assert net.conversion is not None
     robustified = Robustified(result, net.conversion, _figures(before), _figures({**result.final, **final}))
     atomic_write(Path(run_dir) / "before-after.json", json.dumps(robustified.to_dict(), indent=1) + "\n")
-    atomic_write(Path(run_dir) / "before-after.md", robustified.markdown())
     return robustified
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, did_you_mean
@@ -18,7 +19,7 @@ from equipoise.regularizers.decay import ActivationDecay
 from equipoise.regularizers.noise import input_gradient_penalty
 from equipoise.regularizers.projections import clip_weights_, project_
 from equipoise.regularizers.selection import LINEAR_MAPS
-from equipoise.train.config import Few, NonNegative, Positive, Share
+from equipoise.train.config import NonNegative, Positive
 from equipoise.train.losses import Task
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -130,9 +131,7 @@ def project_norm(
     context: Context, p: float = 2, radius: Positive = 1.0, only: Names = None, names: Names = None
 ) -> Term:
     """`W ← W/max(1, ‖W‖_p/radius)` after each step, p ∈ {1, 2, ∞}."""
-    if p not in (1, 2, float("inf")):
-        raise InputError(f"projections: p must be 1, 2 or .inf, got {p}")
-    exponent: Any = p if p == float("inf") else int(p)
+    exponent: Any = p
     options = selection(only, names)
     return Term(lambda: project_(context.model, exponent, radius, **options))
 
@@ -167,24 +166,18 @@ def guard(
 PROJECTIONS: dict[str, Callable[..., Term]] = {"norm": project_norm, "clip": clip, "guard": guard}
 
 
-def flip(p: Share = 0.5) -> Augment:
-    """Mirror left to right with probability p."""
-    return lambda x, source: augment.random_flip(x, source, p)
+def _augmentation(function: Callable[..., Tensor]) -> Callable[..., Augment]:
+    """A row for `function(x, generator, **options)`."""
 
+    def row(**options: Any) -> Augment:
+        inspect.signature(function).bind(None, None, **options)
+        return functools.partial(function, **options)
 
-def pad_crop(padding: Annotated[int, Field(ge=0, le=64)] = 4, border: Literal["zeros", "reflect"] = "zeros") -> Augment:
-    """Pad, then cut the original size out at a random place."""
-    return lambda x, source: augment.random_crop(x, padding, source, border)
-
-
-def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
-    """RandAugment: a few operations from a table per image."""
-    return lambda x, source: augment.randaugment(x, source, operations, strength)
+    return row
 
 
 #: what is done to the training images
 AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
-    "flip": flip,
-    "pad-crop": pad_crop,
-    "randaugment": random_operations,
+    "flip": _augmentation(augment.random_flip),
+    "pad-crop": _augmentation(augment.random_crop),
 }

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.attacks.auto import require_autoattack
+from equipoise.attacks import require_autoattack
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json, sealed, unsealed
 from equipoise.train.build import build_data

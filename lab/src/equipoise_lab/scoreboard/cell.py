@@ -34,7 +34,7 @@ from equipoise.nn.pooling import SpaceToDepth
 from equipoise.train import Recipe, read_recipe, run_recipe
 from equipoise.train.build import Part, Parts, build_data
 from equipoise.train.loop import step_seconds
-from equipoise.train.losses import cross_entropy
+from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.metrics import certified_bound, evaluate
 
 #: rows of the scoreboard: name → builder
@@ -199,7 +199,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
 
 def _step_seconds(chosen: Recipe, parts: Parts) -> float:
     """Processor seconds of a training step of a recipe."""
-    return step_seconds(chosen, parts, [min(chosen.batch_size, len(parts.train))], steps=4)[0]
+    return step_seconds(chosen, parts, steps=4)
 
 
 def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
@@ -253,9 +253,7 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
     if cell.family in PEERS:  # measured again as the fixed network that is certified
         model = baked(model)
         found = certified_bound(model, whole.train.source.input_shape, first.metrics.rtol)
-        asked = first.metrics
-        device = torch.device("cpu")
-        figures = evaluate(model, test, cross_entropy(), device, asked.batch_size, asked.epsilons, found)
+        figures = evaluate(model, test, TASKS["ce"](), torch.device("cpu"), first.metrics, found)
         final = {**final, **figures, "bound": found.upper, "bound_reason": found.reason}
     certified = final.get("certified_accuracy")
     if final.get("bound") is None or certified is None:

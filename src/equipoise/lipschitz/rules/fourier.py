@@ -5,11 +5,10 @@ read constants as real.
 """
 
 import math
-
-import torch
+from typing import Any
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.rules import reduce, shapes
+from equipoise.lipschitz.rules import shapes
 from equipoise.lipschitz.rules.affine import by_matrices
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest, root
 
@@ -59,13 +58,8 @@ def modulus(call: Call) -> Step:
 complex_rule(*(f"aten.{name}" for name in shapes.VIEWS))(shapes.view)
 complex_rule(*(f"aten.{name}" for name in shapes.COPIES))(shapes.identity)
 complex_rule(*(f"aten.{name}" for name in shapes.SELECTIONS))(shapes.selection)
-complex_rule(*(f"aten.{name}" for name in shapes.PIECES))(shapes.pieces)
-complex_rule("aten.expand.default", "aten.repeat.default", "aten.index.Tensor")(shapes.indexed)
 complex_rule("aten.slice_scatter.default", "aten.select_scatter.default")(shapes.overwrite_part)
 complex_rule("aten.copy.default")(shapes.overwrite)
-complex_rule("getitem")(shapes.getitem)
-complex_rule("aten.sum.dim_IntList")(reduce.total)
-complex_rule("aten.mean.dim")(reduce.mean)
 
 
 @complex_rule("aten.constant_pad_nd.default")
@@ -76,16 +70,10 @@ def padded(call: Call) -> Step:
     return Step(((call.x, 1.0),), "padding", offset=0.0)
 
 
-@complex_rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
+@complex_rule("aten.mul.Tensor", "aten.mul.Scalar")
 def scaling(call: Call) -> Step:
     """By a constant: max|c|."""
-    a, b = call["self"], call["other"]
-    divides = call.node.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
-    if isinstance(b, Signal) and (divides or isinstance(a, Signal)):
-        call.refuse("a product or quotient of two spectra that depend on the input", "bound the parts separately")
-    if divides:
-        b = 1 / torch.as_tensor(b, dtype=torch.complex128)
-    x, constant = (a, b) if isinstance(a, Signal) else (b, a)
+    x, constant = _factors(call)
     top = inflate(largest(constant))
     return Step(((x, inflate(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=inflate(top * x.peak))
 
@@ -93,7 +81,12 @@ def scaling(call: Call) -> Step:
 @complex_rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default")
 def matrices(call: Call) -> Step:
     """By constant matrices: the largest spectral norm."""
-    a, b = call["self"], call.get("other", call.get("mat2"))
+    return by_matrices(call, *_factors(call))
+
+
+def _factors(call: Call) -> tuple[Signal, Any]:
+    """The factor that depends on the input, and the constant one."""
+    a, b = list(call.arguments.values())[:2]
     if isinstance(a, Signal) and isinstance(b, Signal):
         call.refuse("a product of two spectra that depend on the input", "bound the parts separately")
-    return by_matrices(call, a, b) if isinstance(a, Signal) else by_matrices(call, b, a)
+    return (a, b) if isinstance(a, Signal) else (b, a)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Scaled
-from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
 from equipoise.maps.linear import Diagonal
 from equipoise.maps.pointwise import TABLE, Pointwise, celu, clamp, elu, gelu, hinge, softplus, softshrink
 
@@ -132,13 +132,9 @@ def clipped(call: Call) -> Step:
     low, high = call.get("min", call.get("min_val")), call.get("max", call.get("max_val"))
     if isinstance(low, Signal) or isinstance(high, Signal):
         call.refuse("the limits depend on the input")
-    x, curve = call.x, clamp(low, high)
-    step = pointwise(call, curve, "clamp")
-    if x.shape == call.shape:
-        return step
-    # limits of a larger shape copy the entries
-    offset = inflate(math.sqrt(math.prod(call.shape)) * curve.at_zero)
-    return Step(((x, copies(x, call.shape)),), "clamp", offset=offset, peak=step.peak)
+    if call.x.shape != call.shape:
+        call.refuse("limits of a larger shape", "expand the tensor first")
+    return pointwise(call, clamp(low, high), "clamp")
 
 
 # --- functions that are steep somewhere -------------------------------------------------------------------------------------
@@ -158,20 +154,18 @@ class _Steep:
 
 _STEEP = {
     "exp": _Steep(torch.exp, math.exp),
-    "expm1": _Steep(torch.expm1, math.exp),
     "square": _Steep(torch.square, lambda t: 2 * t),
     "sqrt": _Steep(torch.sqrt, lambda t: 0.5 / math.sqrt(t), 0.0),
     "rsqrt": _Steep(torch.rsqrt, lambda t: -0.5 * t**-1.5, 0.0),
     "reciprocal": _Steep(torch.reciprocal, lambda t: -(t**-2), 0.0),
     "log": _Steep(torch.log, lambda t: 1 / t, 0.0),
-    "log1p": _Steep(torch.log1p, lambda t: 1 / (1 + t), -1.0),
 }
 
 
 def _steep(call: Call, steep: _Steep, label: str) -> Step:
     """The step of a steep function of x, on the interval in which x is known to lie."""
     x = call.x
-    a, b = max(x.low, -x.peak), min(x.peak, _highest(call, x))
+    a, b = max(x.low, -x.peak), x.peak
     if not a > steep.start and steep.start != -math.inf:
         call.refuse(
             f"it has no bounded slope near {steep.start:g}, and nothing keeps its argument away from it",
@@ -205,21 +199,6 @@ def _number(function: Callable[[float], float], t: float) -> float:
         return math.inf
 
 
-def _highest(call: Call, x: Signal) -> float:
-    """Above which no entry lies, where x is a negative multiple of something that is bounded from below."""
-    target, args = x.node.target, x.node.args
-    if target is _aten.neg.default:
-        factor = -1.0
-    elif target is _aten.mul.Tensor and isinstance(args[1], int | float):
-        factor = float(args[1])
-    else:
-        return math.inf
-    source = call.lookup(args[0]) if isinstance(args[0], fx.Node) else None
-    if not isinstance(source, Signal) or source.low == -math.inf or factor >= 0:
-        return math.inf
-    return -lower(-factor * source.low)
-
-
 for _name, _entry in _STEEP.items():
     rule(f"aten.{_name}.default")(functools.partial(_steep, steep=_entry, label=_name))
 
@@ -243,25 +222,17 @@ def power(call: Call) -> Step:
 
 _JUMPS = (
     "hardshrink", "sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "floor_divide", "heaviside", "signbit",
+    "argmax", "argmin", "argsort", "logical_not", "isnan",
 )  # fmt: skip
+_DECISIONS = ("gt", "lt", "ge", "le", "eq", "ne", "fmod", "remainder")
 
 
 @rule(*(f"aten.{_name}.default" for _name in _JUMPS))
-@rule("aten.round.decimals", "aten.fmod.Scalar", "aten.fmod.Tensor", "aten.remainder.Scalar", "aten.remainder.Tensor")
-@rule("aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.bernoulli.default")
+@rule(*(f"aten.{_name}.{_kind}" for _name in _DECISIONS for _kind in ("Scalar", "Tensor")))
+@rule("aten.round.decimals", "aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.bernoulli.default")
 def jumps(call: Call) -> Step:
-    """Discontinuous: no constant exists."""
-    call.refuse("it is discontinuous, so no Lipschitz constant exists", "replace it, e.g. by softshrink or relu")
-
-
-_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
-
-
-@rule(*(f"aten.{_name}.{_kind}" for _name in _COMPARISONS for _kind in ("Scalar", "Tensor")))
-@rule(*(f"aten.{_name}.default" for _name in ("argmax", "argmin", "argsort", "logical_not", "isnan")))
-def decides(call: Call) -> Step:
-    """A decision: what follows jumps where it changes, unless both sides meet there, which is not looked at."""
+    """Discontinuous, or a decision, after which something jumps unless both sides meet there, which is not looked at."""
     call.refuse(
-        "a decision by comparing values of the input jumps where it changes",
-        "write it with relu, clamp, maximum or minimum, which have a constant",
+        "it is discontinuous (a rounding, a decision or a position jumps with the input), so no Lipschitz constant exists",
+        "write it with relu, clamp, maximum or softshrink, which have one",
     )

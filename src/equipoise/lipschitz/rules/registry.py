@@ -15,7 +15,7 @@ from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import deflate, frobenius, inflate
-from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
+from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import module_path, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
@@ -78,8 +78,6 @@ class Step:
             raise InputError(f"{self.label}: gains are combined by 'sum' or 'root', got {self.combine!r}")
         if any(isinstance(gain, Bound | Bracket) for _, gain in self.gains):
             object.__setattr__(self, "gains", tuple((s, as_upper(gain, "gain")) for s, gain in self.gains))
-        if isinstance(self.map, Sum) and len(self.map.weights) != len(self.gains):
-            raise InputError(f"{self.label}: a sum of {len(self.map.weights)} terms with {len(self.gains)} gains")
         if isinstance(self.map, Copy) and self.map.same and any(gain != 1 for _, gain in self.gains):
             raise InputError(f"{self.label}: entries that stay what and where they are have the gain 1")
         if isinstance(self.map, Pointwise):

@@ -207,33 +207,8 @@ def overwrite(call: Call) -> Step:
 @rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def overwrite_part(call: Call) -> Step:
     """Some entries of one tensor, the others of another: root of the sum of squares."""
-    return _merged(call, call["src"], 1.0)
-
-
-@rule("aten.index_put.default", "aten._unsafe_index_put.default", "aten.scatter_add.default")
-def scatter(call: Call) -> Step:
-    """Entries written to, or added at, constant places: √ of how many meet in one place."""
-    require_constant_places(call)
-    numbers = torch.arange(1, math.prod(call.shape) + 1).reshape(call.shape)
-    if "indices" in call.arguments:
-        places = numbers[tuple(slice(None) if i is None else i for i in call["indices"])]
-        values = call["values"]
-    else:
-        places = numbers.gather(call["dim"], call["index"])
-        values = call["src"]
-    most = most_frequent(places)
-    added = bool(call.get("accumulate", True))
-    if not added and most > 1:
-        call.refuse("two entries are written to one place, in no fixed order", "use index_add, or distinct positions")
-    times = math.prod(places.shape) // max(1, math.prod(values.shape))  # values that broadcast
-    return _merged(call, values, inflate(root(most) * root(max(1, times))), added)
-
-
-def _merged(call: Call, written: Signal | Tensor, gain: float, added: bool = False) -> Step:
-    """Entries of `self` with those of `written` put among them, or (`added`) added to them."""
-    parts = ((call["self"], 1.0), (written, gain))
-    gains = tuple(part for part in parts if isinstance(part[0], Signal))
-    offset = sum(factor * norm_of(value) for value, factor in parts if isinstance(value, Tensor))
-    peak = max(value.peak if isinstance(value, Signal) else largest(value) for value, _ in parts)
-    combine = "sum" if added else "root"
-    return Step(gains, "scatter", combine, offset=inflate(offset), peak=math.inf if added else peak)  # type: ignore[arg-type]
+    values = (call["self"], call["src"])
+    gains = tuple((value, 1.0) for value in values if isinstance(value, Signal))
+    offset = inflate(sum(norm_of(value) for value in values if isinstance(value, Tensor)))
+    peak = max(value.peak if isinstance(value, Signal) else largest(value) for value in values)
+    return Step(gains, "overwritten", "root", offset=offset, peak=peak)

@@ -5,7 +5,7 @@ does, so no risk is shared among the rivals at all (erratum 23).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,11 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         Verdict(*told(part, CPM, (ONE, EVERY)), "CPM ≥ both nearly everywhere", f"{part[0]['classes']} classes")
         for part in (few, many)
         if part
+    ]
+    # votes over many classes are drawn, not those of a network: they decide nothing about the published ones
+    verdicts = [
+        replace(verdict, label=Label.NOT_COMPARABLE) if verdict.part != "10 classes" else verdict
+        for verdict in verdicts
     ]
     stars = {r["setting"]: (r["classes"], r["c* median"], r["TVU"]) for r in rows}
     inside = [(2 if c == 10 else 3) <= median <= (3 if c == 10 else 5) for c, median, _ in stars.values()]

@@ -16,7 +16,7 @@ import torch
 from equipoise.attacks import smooth_pgd
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, margin_radius
 from equipoise.smoothing.simplex import apply_map, map_grid
-from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import Context, Label, Precondition, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -159,6 +159,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     return (*verdicts, Verdict(graded(broken == 0), text, "certified below the attack", "below the attack"))
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The best clean accuracy of the smoothed classifiers."""
+    best = max(row["accuracy"] for row in rows if row["epsilon"] == 0)
+    return Precondition("accuracy at ε = 0", best, 45.0)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Certified accuracies and what attacks leave, over ε."""
     figure, (axes,) = canvas(width=5.8, height=3.8)
@@ -180,6 +186,7 @@ def largest_gain(rows: Sequence[Row]) -> Row:
 
 EXPERIMENT = of_module(
     __name__,
+    precondition=precondition,
     place="Figure 5.3",
     title="Lipschitz-aware radius between Cohen's and an attack",
     claim="With the Lipschitz constant the certified accuracy comes closer to what attacks leave.",

@@ -81,7 +81,7 @@ def radii(
     every = {
         METHODS[1]: radius_weak_global(low, up, sigma, mass=r),
         METHODS[2]: radius_weak_global(low, up, sigma, LIPSCHITZ, mass=r),
-        STRONG: radius_multi_lipschitz(np.clip(low, 0, r), np.clip(up, 0, r), sigma, component, mass=r),
+        STRONG: radius_multi_lipschitz(found.p_lower, found.p_upper, sigma, component / r),
     }
     return {name: smoothed.Rated(radius, correct & (radius > 0)) for name, radius in every.items()}
 

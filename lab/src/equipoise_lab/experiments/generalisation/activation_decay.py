@@ -131,8 +131,10 @@ TEXT_SWEEP: Variants = {
     **{f"AD {sigma:g}": {"regularizers": both_heads(sigma)} for sigma in (0.01, 0.1)},
     **{f"SAM {rho:g}": {"optimizer": {"kind": "sam", "rho": rho}} for rho in (0.05, 0.1)},
 }
+#: gains of half a point near the ceiling say nothing below this accuracy; the thesis' baseline has 98.04
+INTENTS = 96.0
 TEXT_CLAIMS = (
-    Claim("intents", "AD", 0.45, "98.04 → 98.49 (BERT)", 0.9 * 98.04, rival="dropout"),
+    Claim("intents", "AD", 0.45, "98.04 → 98.49 (BERT)", INTENTS, rival="dropout"),
     Claim("slots, F1", "AD", 2.57, "78.33 → 80.90 (BERT, Snips)", 0.9 * 78.33, rival="dropout", key="slot_f1"),
     Claim("slots, F1, over neither", "AD", None, "not printed", 0.9 * 78.33, key="slot_f1", own=True),
 )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from equipoise.curvature import LossHessian, trace
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
 from equipoise_lab.experiments.generalisation.activation_decay import SCALE, decay
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
@@ -103,6 +103,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     return tuple(verdicts)
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """Accuracy on clean test labels of the networks trained without decay on 30 % wrong labels."""
+    share = main_share(rows)
+    accuracy = [100 * r["accuracy"] for r in rows if r["share"] == share and r["sigma"] == 0]
+    return Precondition("without decay", mean_of(accuracy).value, 60.0)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Gain in accuracy and in trace over σ, with intervals, a line for each share of wrong labels."""
     figure, panels = canvas(2)
@@ -143,6 +150,7 @@ EXPERIMENT = of_module(
     power=lambda rows: power_of(
         gains(rows, swept(rows, main_share(rows))[0], main_share(rows))[0], POINT, "points (no number is printed)"
     ),
+    precondition=precondition,
     notes=(SCALE,),
     needs=("cifar10.npz",),
 )  # fmt: skip

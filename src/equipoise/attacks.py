@@ -1,9 +1,15 @@
-"""Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version; the ball is kept in float64."""
+"""Attacks: certificates seen from the other side. An attack that succeeds inside a certified radius is a bug.
+
+Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version, and AutoAttack where `torchattacks` is
+installed. The ball is kept in float64.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,10 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.checks import require_type
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
+
+__all__ = ["AttackResult", "autoattack", "pgd", "smooth_pgd"]
+
+#: the package that has AutoAttack
+PACKAGE = "torchattacks"
 
 
 def unit(g: Tensor) -> Tensor:
@@ -40,9 +51,6 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
     >>> bool((z.double() - x.double()).norm() <= 1.0), bool(z.norm() > 0.9999)
     (True, True)
     """
-    require_type(x, Tensor, "x")
-    if getattr(z, "shape", None) != x.shape or getattr(radius, "shape", None) not in ((), x.shape[:1]):
-        raise InputError("expected a point of x's shape and one radius, or one per input")
     centre = x.double()
     delta = z - centre
     rounding = 1 + (delta[0].numel() + 4) * 2.0**-52
@@ -59,10 +67,6 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.ndim - 1))
-
-
-Loss = Callable[[Tensor], Tensor]
-Verdict = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -171,36 +175,40 @@ def smooth_pgd(
             total = total + votes.gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 
-    voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
+    voter = classifier.like(SmoothedClassifier, seed=seed + 2)
     voter.noise_spec(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
-        if simplex.votes:
-            answer = torch.from_numpy(voter.predict(z, check_draws, alpha)).to(y.device)
-            return (answer >= 0) & (answer != y)
-        return overtaken(voter, z, y, simplex, check_draws, alpha)
-
-    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, every_step=False, finish=_onto(voter, x))
-
-
-def _onto(classifier: SmoothedClassifier, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Where an attack may end: anywhere, or on the grid the classifier lives on, rounded towards x so as to stay in the ball."""
-    cells = classifier.cells
-    if cells is None:
-        return lambda z: z
-    centre = (x.double() * cells).round()
+        return misclassified(voter, z, y, check_draws, alpha)
 
     def finish(z: Tensor) -> Tensor:
+        """On the grid of the classifier, if it lives on one; rounded towards x so as to stay in the ball."""
+        cells = voter.cells
+        if cells is None:
+            return z
         moved = ((z.double() - x.double()) * cells).trunc()
-        return ((centre + moved).to(x.dtype) / cells).to(x.dtype)
+        return (((x.double() * cells).round() + moved).to(x.dtype) / cells).to(x.dtype)
 
-    return finish
+    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, finish)
 
 
-def overtaken(
-    classifier: SmoothedClassifier, x: Tensor, y: Tensor, simplex: SimplexMap, draws: int, alpha: float
-) -> Tensor:
-    """Where some class's smoothed score is above that of y, shown at level alpha by an interval of each margin."""
+def misclassified(classifier: SmoothedClassifier, x: Tensor, y: Tensor, draws: int, alpha: float) -> Tensor:
+    """Where the smoothed classifier answers with another class than y, shown at level alpha.
+
+    Votes: a binomial test of the two largest counts. Soft scores: some class's score is above that of y, shown by an interval
+    of each margin.
+
+    Args:
+        classifier: its noise and map.
+        x: inputs (N, ...).
+        y: labels (N,).
+        draws: per input.
+        alpha: risk of a wrong "misclassified", per input.
+    """
+    simplex = classifier.map or SimplexMap("hardmax")
+    if simplex.votes:
+        answer = torch.from_numpy(classifier.predict(x, draws, alpha)).to(y.device)
+        return (answer >= 0) & (answer != y)
     scores = apply_map(simplex, classifier.selection(x, draws, None, Stream.PREDICTION))
     own = np.take_along_axis(scores, y.cpu().numpy()[:, None, None], axis=2)
     margin = (1 + scores - own) / 2  # above ½ on average: the class has overtaken y
@@ -224,16 +232,15 @@ def soft_votes(logits: Tensor, simplex: SimplexMap) -> Tensor:
 
 
 def _ascend(
-    loss: Loss,
-    broken: Verdict,
+    loss: Callable[[Tensor], Tensor],
+    broken: Callable[[Tensor], Tensor],
     x: Tensor,
     epsilon: float | Tensor,
     steps: int,
     step_size: float | None,
     restarts: int,
     seed: int,
-    every_step: bool = True,
-    finish: Callable[[Tensor], Tensor] = lambda z: z,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> AttackResult:
     """Gradient ascent of the loss from random starts in the ball; `broken` decides which points count as successes.
 
@@ -246,8 +253,7 @@ def _ascend(
         step_size: default 2.5·ε/steps.
         restarts: number of starts.
         seed: of the starts.
-        every_step: judge every iterate, not only the last one.
-        finish: applied to the last iterate.
+        finish: applied to the last iterate, which alone is judged; by default every iterate is judged as it is.
     """
     x = fresh_strides(x)
     radius = checked_radius(x, epsilon)
@@ -276,9 +282,9 @@ def _ascend(
             moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
-            keep(z, score.detach().double(), every_step)
+            keep(z, score.detach().double(), finish is None)
             z = inside_ball(x, z.double() + _wide(length, x) * unit(gradient), radius)
-        z = finish(z)
+        z = z if finish is None else finish(z)
         with torch.no_grad():
             score = loss(z).double()
         keep(z, score, True)
@@ -326,3 +332,37 @@ def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
     if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
         raise InputError("epsilon must be finite and non-negative")
     return radius
+
+
+def require_autoattack() -> None:
+    """Refuse where no package has AutoAttack."""
+    if find_spec(PACKAGE) is None:
+        raise Refused(f"AutoAttack is optional and not installed: pip install {PACKAGE}, or use equipoise.attacks.pgd")
+
+
+def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_size: int = 250) -> AttackResult:
+    """The standard ℓ2 version of AutoAttack (Croce & Hein 2020) by `torchattacks`; its result is projected back into the ball,
+    then judged.
+
+    Args:
+        model: in evaluation mode.
+        x: inputs (N, ...) in [0, 1].
+        y: the answers to break (N,).
+        epsilon: radius, one for all.
+        batch_size: inputs per call of the package.
+    """
+    require_type(epsilon, (int, float), "epsilon")
+    y = checked_labels(x, y)
+    radius = checked_radius(x, epsilon)
+    with torch.no_grad():
+        classes = checked_logits(model, x, y).shape[1]
+    require_autoattack()
+    attack = importlib.import_module(PACKAGE).AutoAttack(
+        model, norm="L2", eps=epsilon, version="standard", n_classes=classes
+    )
+    batches = zip(fresh_strides(x).split(batch_size), y.split(batch_size), strict=True)
+    adversarial = torch.cat([attack(*batch) for batch in batches])
+    stored = inside_ball(x, adversarial.detach().double(), radius)
+    with torch.no_grad():
+        success = model(stored).argmax(dim=1) != y
+    return AttackResult(stored, success, (stored.double() - x.double()).flatten(1).norm(dim=1))
