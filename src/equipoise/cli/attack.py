@@ -136,7 +136,7 @@ def predict(
     else:
         print_table("Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows])
         silent = sum(a.answer < 0 and a.failure is None for a in answers)
-        right = f", {sum(a.answer == a.label for a in answers)} right" if dataset.labelled else ""
+        right = f", {sum(a.answer == a.label and a.failure is None for a in answers)} right" if dataset.labelled else ""
         tell(f"{len(answers)} inputs{right}, {silent} without an answer")
     if any(a.failure for a in answers):
         raise typer.Exit(1)
