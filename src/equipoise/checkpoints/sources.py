@@ -54,7 +54,7 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
         raise InputError(f"{source!r} is no name of a file: it holds a zero byte")
     folder = Path(source).is_dir()
     if weights is not None and (folder or source.endswith((".pt2", ".onnx"))):
-        raise InputError(f"{source} holds its own weights; leave --weights out")
+        raise InputError(f"{source} holds its own weights; leave out the weights file")
     if source.endswith(".pt2"):
         program, digest = read_program(source, batch)
         return Loaded(source, program, _program_shape(program), digest=digest)

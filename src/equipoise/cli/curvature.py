@@ -13,8 +13,6 @@ from equipoise.cli.options import Data, Json, Split, Weights, refuse
 if TYPE_CHECKING:
     from equipoise.curvature import LossHessian
 
-WHAT = ("top", "trace", "density", "sharpness")
-
 
 def curvature(
     model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
@@ -41,21 +39,21 @@ def curvature(
     """
     from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
 
-    wanted = [part.strip() for part in what.split(",")]
-    if not set(wanted) <= set(WHAT):
-        refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    hessian = _hessian(model, weights, data, split, limit, layer)
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     measures: dict[str, Any] = {
         "top": top_eigenvalue,
         "trace": trace,
         "density": spectral_density,
         "sharpness": sharpness,
     }
+    wanted = what.split(",")
+    if not set(wanted) <= set(measures):
+        refuse(f"--what takes any of {','.join(measures)}, got {what!r}")
+    hessian = _hessian(model, weights, data, split, limit, layer)
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
-        emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
+        emit_json({"model": model, "data": data, **report})
         return
     rows = []
     for name, figures in report.items():

@@ -173,10 +173,9 @@ def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         data = zip(x.split(batch_size), y.split(batch_size), strict=True)
     try:
         batches = [(x, y) for x, y in data]
-        empty = not batches or any(len(part) == 0 for pair in batches for part in pair)
     except (TypeError, ValueError):
-        empty = True
-    if empty or not all(isinstance(part, Tensor) for pair in batches for part in pair):
+        batches = []
+    if not batches or not all(isinstance(part, Tensor) and part.numel() for pair in batches for part in pair):
         raise InputError(
             f"data must be a pair of tensors (x, y) or batches of such pairs, none of them empty; got {describe(data)}"
         )

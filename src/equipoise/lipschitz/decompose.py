@@ -1,8 +1,13 @@
 """Compositions recognised as one operation, and operations without a rule replaced by what PyTorch computes them with.
 
 `torch.kron`, `torch.einsum`, an LSTM or a Fourier transform with its options are compositions: PyTorch writes them out,
-operation by operation, and each of those has a rule. The other way round, people and exporters write out activations and
-normalisations (`x·σ(βx)`, `x·(1 + erf(kx))/2`, `x·rsqrt(mean(x²) + ε)`): these become the one operation they are.
+operation by operation, and each of those has a rule. The other way round, forms that exporters and Hugging Face write out
+become the one operation they are:
+
+* `x·rsqrt(mean(x²) + ε)`, `x/√(mean(x²) + ε)`, `x·(1/√…)`, `x·(…)^−½`: root-mean-square norms (Llama, T5, torch.onnx);
+* `x·σ(kx)`: SiLU, and CLIP's quick GELU with k = 1.702;
+* `x·(1 + erf(x/√2))/2` (torch.onnx) and GELU's tanh form, by cubes or factored (GPT-2, BERT);
+* `x·tanh(softplus(x))`: Mish (torch.onnx).
 
 Constants that only the written-out operations compute are kept in float64 as well, so that bounds hold for the operation
 itself and not for a rounded way to compute it. Numbers of Python are read in the dtype in which PyTorch computes.

@@ -484,8 +484,8 @@ def preflight(job: Job) -> PreflightReport:
     warning = ""
     if len(labels) >= 10 and (clean <= min(chance + 1.5 / math.sqrt(len(labels)), 0.7) or noisy < 0.8 * clean):
         warning = (
-            f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained (--weights), under noise "
-            "of this sigma or behind a --denoiser, the inputs scaled as in training (--mean, --std), the "
+            f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained, under noise "
+            "of this sigma or behind a denoiser, the inputs scaled as in training (--mean, --std), the "
             "labels in the order of the logits?"
         )
     return PreflightReport(len(items), clean, noisy if sigma else None, seconds, warning)

@@ -108,7 +108,6 @@ class Levels:
         """The level of every number of one input, to multiply standard normals with."""
         if self.channels is None:
             return self.sigma
-        self.require_channels(x.shape)
         levels = torch.tensor(self.channels, dtype=torch.float64).to(x.device, x.dtype)
         return levels.reshape(-1, *[1] * (x.dim() - 1))
 

@@ -224,11 +224,10 @@ def choose_map(
         One map per input.
     """
     if not isinstance(logits, np.ndarray) or logits.ndim != 3 or logits.shape[1] < 2:
-        got = logits.shape if isinstance(logits, np.ndarray) else describe(logits)
-        raise InputError(f"expected a NumPy array of logits (inputs, at least 2 draws, classes), got {got}")
+        raise InputError(
+            f"expected a NumPy array of logits (inputs, at least 2 draws, classes), got {describe(logits)}"
+        )
     candidates = list(map_grid() if grid is None else grid)
-    if not candidates:
-        raise InputError("the grid of maps is empty")
     noise = Gaussian(sigma)
     hoped = np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates])
     if per_input:

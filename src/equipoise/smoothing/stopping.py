@@ -5,8 +5,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import Refused
-from equipoise.core.checks import require_number
+from equipoise.core import InputError, Refused
+from equipoise.core.checks import require_type
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined
@@ -50,7 +50,9 @@ def certify_adaptive(
     Returns:
         Certificates with the draws used in `draws` and the verdicts in `details["verdicts"]`.
     """
-    require_number(n_max, "n_max", least=1, whole=True)
+    require_type(classifier, SmoothedClassifier, "classifier")
+    if not isinstance(classifier, SmoothedClassifier):
+        raise InputError(f"expected a SmoothedClassifier, got {type(classifier).__name__}")
     if classifier.map is not None and not classifier.map.votes:
         raise Refused(f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify")
     row, spec = find_procedure(procedure), classifier.noise_spec(x)

@@ -35,7 +35,7 @@ def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, labe
     form = Matrix(weight)
     bracket = call.bracket(form)
     top = float(bracket.upper)
-    shift = torch.zeros(1) if bias is None else bias.detach().double()
+    shift = torch.zeros(()) if bias is None else bias.detach().double()
     shift = torch.broadcast_to(shift, call.shape)
     row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
