@@ -170,8 +170,8 @@ def test_the_manifest_is_readable_and_complete(tmp_path, net, xy):
 WRONG = [
     ({"sigma": 0.0}, "sigma"),
     ({"sigma": float("nan")}, "sigma"),
-    ({"n": 0}, "n: expected"),
-    ({"n0": -1}, "n0: expected"),
+    ({"n": 0}, "'n' must be"),
+    ({"n0": -1}, "'n0' must be"),
     ({"alpha": 1.5}, "alpha"),
     ({"procedure": "choen"}, "unknown procedure"),
     ({"procedure": "cohen", "map": "softmax:1"}, "counts votes"),
@@ -185,7 +185,7 @@ WRONG = [
     ({"target_radius": -0.1}, "target_radius"),
     ({"nonfinite": "ignore"}, "nonfinite"),
     ({"num_classes": 1}, "num_classes"),
-    ({"n": 10**20}, "n: expected"),
+    ({"n": 10**20}, "'n' must be"),
     ({"chunk_size": 10**12}, "chunk_size"),
 ]
 
