@@ -22,7 +22,7 @@ class Branches(nn.Module):
     def __init__(self, rng, depth):
         super().__init__()
         self.a, self.b = stack(rng, depth), stack(rng, depth) if rng.random() < 0.7 else nn.Identity()
-        self.join = rng.choice(["sum", "difference", "maximum", "cat", "lerp", "half"])
+        self.join = rng.choice(["sum", "difference", "maximum", "cat", "mixture", "half"])
         self.mix = nn.Conv2d(2 * C, C, 1, bias=False)
 
     def forward(self, x):
@@ -32,7 +32,7 @@ class Branches(nn.Module):
         if self.join == "half":
             p, q = x.chunk(2, 1)
             return a + torch.cat([torch.maximum(p, q), torch.minimum(p, q)], 1) - 2 * b
-        table = {"sum": a + b, "difference": 1 - a - b, "maximum": torch.maximum(a, b), "lerp": torch.lerp(a, b, 0.3)}
+        table = {"sum": a + b, "difference": 1 - a - b, "maximum": torch.maximum(a, b), "mixture": 0.7 * a + 0.3 * b}
         return table[self.join]
 
 

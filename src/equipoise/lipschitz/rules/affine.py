@@ -174,13 +174,19 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if x.shape == call.shape:
         form = _as_diagonal(c, len(call.shape))
     else:
-        gain = inflate(top * copies(x, call.shape))
+        gain = inflate(min(inflate(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
     row = inflate(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
     low = -math.inf
     if c.numel() and float(c.min()) >= 0:
         low = lower(x.low * float(c.min() if x.low > 0 else c.max()))
     peak = inflate(top * x.peak)
     return Step(((x, gain),), "scaling", offset=0.0, peak=peak, row=row, low=low, map=Scaled(c, form=form))
+
+
+def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
+    """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
+    repeated = [d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1]
+    return float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max()) if repeated else math.inf
 
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
