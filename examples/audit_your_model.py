@@ -30,7 +30,12 @@ for row in report.fix_first(1):  # empty if no layer stretches
 
 # 3. The same question near each input: attacked from below, certified from above.
 local = eq.local_lipschitz(model, x[:4], radius=0.1)
-print("\nLocal constant at radius 0.1, between", local.lower.numpy().round(2), "and", local.upper.numpy().round(2))
+print(
+    "\nLocal constant at radius 0.1, between",
+    local.lower.numpy().round(2),
+    "and",
+    local.upper.numpy().round(2),
+)
 
 # 4. What the bound guarantees: within this distance (ℓ2) the label cannot change.
 radius = eq.smoothing.margins.margin_radius(model(x), y, report.upper)

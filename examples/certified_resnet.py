@@ -20,9 +20,13 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+        self.first = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()
+        )
         self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
-        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.skip = (
+            nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The block."""

@@ -44,7 +44,9 @@ block = block.double().eval()
 x, _ = eq.data.load_dataset("digits#test").batch(range(16))
 x = x.double()
 q = block.q * eq.lipschitz_bound(block.g, x[:1]).upper  # of the part that is added
-print(f"proved Lip(g) ≤ {q:.5f} < 1: the block is invertible, its inverse has constant at most {1 / (1 - q):.2f}")
+print(
+    f"proved Lip(g) ≤ {q:.5f} < 1: the block is invertible, its inverse has constant at most {1 / (1 - q):.2f}"
+)
 assert q < 1
 
 # 3. The inverse, with its error bound beside the error.

@@ -23,7 +23,11 @@ class Monotone(nn.Module):
         super().__init__()
         self.increasing = increasing
         self.g = nn.Sequential(
-            eq.nn.SRLinear(features, 32), eq.nn.MaxMin(), eq.nn.SRLinear(32, 32), eq.nn.MaxMin(), eq.nn.SRLinear(32, 1)
+            eq.nn.SRLinear(features, 32),
+            eq.nn.MaxMin(),
+            eq.nn.SRLinear(32, 32),
+            eq.nn.MaxMin(),
+            eq.nn.SRLinear(32, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ for i in range(3):
     value = f"h{i}" if i == 2 else f"a{i}"
     if i < 2:
         nodes.append(helper.make_node("Relu", [f"h{i}"], [value], name=f"relu{i}"))
-ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", d]) for n, d in (("state", 2), (value, 1))]
+ends = [
+    helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", d])
+    for n, d in (("state", 2), (value, 1))
+]
 constants = [numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)]
 graph = helper.make_graph(nodes, "controller", ends[:1], ends[1:], constants)
 save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), "controller.onnx")

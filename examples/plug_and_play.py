@@ -64,15 +64,23 @@ with torch.no_grad():
         step = float((after - x).flatten(1).norm(dim=1).max())
         x = after
         if n in (1, 10, 100):
-            print(f"round {n}: step {step:.1e}, so the limit is within {contraction / (1 - contraction) * step:.1e}")
+            print(
+                f"round {n}: step {step:.1e}, so the limit is within {contraction / (1 - contraction) * step:.1e}"
+            )
 before, now = (float((v - clean).square().mean()) for v in (y, x))
 print(f"mean square error: blurred {before:.4f}, restored {now:.4f}")
 assert now < before
 
 # 5. The picture: blurred, restored, true.
 _, places = plt.subplots(3, 8, figsize=(6, 2.4))
-for row, (name, pictures) in zip(places, (("blurred", y), ("restored", x), ("true", clean)), strict=True):
+for row, (name, pictures) in zip(
+    places, (("blurred", y), ("restored", x), ("true", clean)), strict=True
+):
     row[0].set_ylabel(name)
     for place, picture in zip(row, pictures, strict=False):
-        place.imshow(picture[0], cmap="gray", vmin=0, vmax=1), place.set_xticks([]), place.set_yticks([])
+        (
+            place.imshow(picture[0], cmap="gray", vmin=0, vmax=1),
+            place.set_xticks([]),
+            place.set_yticks([]),
+        )
 plt.tight_layout(), plt.savefig("plug_and_play.png", dpi=150)

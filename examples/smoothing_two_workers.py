@@ -10,7 +10,9 @@ from torch import nn
 
 import equipoise as eq
 
-SIGMA = 0.25  # noise level, in the units of the pixels (0 … 1): larger certifies further and blurs more
+SIGMA = (
+    0.25  # noise level, in the units of the pixels (0 … 1): larger certifies further and blurs more
+)
 
 
 def train() -> nn.Module:
@@ -31,7 +33,9 @@ def main() -> None:
     """Sample on two workers if Ray is there, in this process if not: the numbers are the same."""
     workers = None if importlib.util.find_spec("ray") is None else 2
     if workers is None:
-        print("Ray is not installed (pip install 'equipoise[ray]'): certifying in this process instead.")
+        print(
+            "Ray is not installed (pip install 'equipoise[ray]'): certifying in this process instead."
+        )
     run = eq.certify(
         train(), eq.data.load_dataset("digits#test"), run_dir="runs/two-workers", sigma=SIGMA, n=2000, limit=40,
         workers=workers, progress=lambda row, done, total: print(f"\r{done}/{total}", end=""),
@@ -39,10 +43,14 @@ def main() -> None:
     print()
     # The directory holds votes; certificates are derived from them, so α and the procedure may change afterwards.
     for procedure in ("cohen", "cpm"):
-        summary = run.summary([0.0, 0.25, 0.5], results=run.results(alpha=1e-3, procedure=procedure))
+        summary = run.summary(
+            [0.0, 0.25, 0.5], results=run.results(alpha=1e-3, procedure=procedure)
+        )
         print(procedure, {f"{k:g}": f"{v:.0%}" for k, v in summary.accuracy.items()})
     print("stored in", run.folder, "- see: equipoise derive", run.folder)
 
 
-if __name__ == "__main__":  # workers are processes: they must be able to import this file without running it
+if (
+    __name__ == "__main__"
+):  # workers are processes: they must be able to import this file without running it
     main()

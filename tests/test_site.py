@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "docs" / "hooks"))
 
 markdown = pytest.importorskip("markdown")
 
+import commands  # noqa: E402
 import formulas  # noqa: E402
 import markup  # noqa: E402
 import reference  # noqa: E402
@@ -37,6 +38,13 @@ def test_every_public_name_is_on_a_page():
 
 def value_of(package, name):
     return getattr(importlib.import_module(package), name)
+
+
+def test_every_command_is_in_the_reference():
+    page = commands.reference()
+    for name in ("audit", "certify", "prove", "train"):
+        assert f"## {name}\n\n```text\nUsage: equipoise {name}" in page
+    assert "--fail-above" in page
 
 
 def rendered(text):

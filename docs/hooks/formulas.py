@@ -11,7 +11,9 @@ import xml.etree.ElementTree as etree
 from collections.abc import Iterator
 
 #: a formula holds at least one of these …
-SIGNS = set("≤≥≠≈∞∈∉⊂∪∩∑Σ∏∫√‖⁻¹²³⁴⁵⁶⁷⁸⁹⁰ᵀ₀₁₂₃₄₅₆₇₈₉·×⊗∘→∂∇ΦφΨψΔδσετλμρωαβγθηκπξνζΩΛΓℓ⌊⌋⌈⌉±ᵢⱼₖₙ∀∃ᵗᵏⁿ⟨⟩")
+SIGNS = set(
+    "≤≥≠≈∞∈∉⊂∪∩∑Σ∏∫√‖⁻¹²³⁴⁵⁶⁷⁸⁹⁰ᵀ₀₁₂₃₄₅₆₇₈₉·×⊗∘→∂∇ΦφΨψΔδσετλμρωαβγθηκπξνζΩΛΓℓ⌊⌋⌈⌉±ᵢⱼₖₙ∀∃ᵗᵏⁿ⟨⟩"
+)
 #: … and nothing of this: strings, options, calls of named functions, attributes, keyword arguments, placeholders
 CODE = re.compile(
     r"""["#\\@$%]|(?<![\w)'*])'|--|[A-Za-z]{2,}_[A-Za-z]{2,}|[A-Za-z_]\w*\.[A-Za-z_]|::|\w=\w|==|:=|\.\.\.|<\w+>|[A-Z]{3,}_|^\W*$|\]\["""
@@ -94,7 +96,13 @@ class _Parser:
                 break
         if down is None and up is None:
             return base
-        name = "msubsup" if down is not None and up is not None else "msub" if down is not None else "msup"
+        name = (
+            "msubsup"
+            if down is not None and up is not None
+            else "msub"
+            if down is not None
+            else "msup"
+        )
         result = etree.Element(name)
         result.extend([base, *(p for p in (down, up) if p is not None)])
         return result
@@ -167,9 +175,16 @@ def formula_blocks(lines: list[str]) -> Iterator[str]:
         j = i
         while j < len(lines) and lines[j].startswith("    ") and lines[j].strip():
             j += 1
-        alone = j > i and (i == 0 or not lines[i - 1].strip()) and (j == len(lines) or not lines[j].strip())
+        alone = (
+            j > i
+            and (i == 0 or not lines[i - 1].strip())
+            and (j == len(lines) or not lines[j].strip())
+        )
         if alone and all(is_formula(line.strip()) for line in lines[i:j]):
-            shown = "".join(etree.tostring(mathml(line.strip(), True), encoding="unicode") for line in lines[i:j])
+            shown = "".join(
+                etree.tostring(mathml(line.strip(), True), encoding="unicode")
+                for line in lines[i:j]
+            )
             yield f'<div class="formula">{shown}</div>'
             i = j
             continue

@@ -50,7 +50,11 @@ def public(package: str) -> list[str]:
     module = importlib.import_module(package)
     listed = getattr(module, "__all__", None)
     if listed is None:
-        listed = [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == package]
+        listed = [
+            n
+            for n, v in vars(module).items()
+            if n[0] != "_" and getattr(v, "__module__", None) == package
+        ]
     return sorted(listed, key=str.lower)
 
 
@@ -71,7 +75,9 @@ def pages() -> dict[str, str]:
                 blocks.append(text)
                 names.append(f"[`{name}`](api/{file}.md#{anchor})")
         packages = ", ".join(f"`{p}`" for p in page.packages)
-        made[f"api/{file}.md"] = _INTRO.format(title=page.title, packages=packages) + "\n".join(blocks)
+        made[f"api/{file}.md"] = _INTRO.format(title=page.title, packages=packages) + "\n".join(
+            blocks
+        )
         index.append(f"## {page.title}\n\n{packages}\n\n{', '.join(names)}\n")
     return {"api.md": "\n".join(index), **made}
 
@@ -84,9 +90,20 @@ def entry(package: str, name: str, value: Any) -> tuple[str, str]:
     anchor = f"{package}.{name}"
     lines = [f"### {name} {{ #{anchor} }}", ""]
     if inspect.isclass(value) or inspect.isroutine(value):
-        lines += ["```python", f"{name}{_signature(value)}", "```", "", *(inspect.getdoc(value) or "").splitlines(), ""]
+        lines += [
+            "```python",
+            f"{name}{_signature(value)}",
+            "```",
+            "",
+            *(inspect.getdoc(value) or "").splitlines(),
+            "",
+        ]
     else:
-        shown = ", ".join(map(str, value)) if isinstance(value, dict | tuple | list | set | frozenset) else repr(value)
+        shown = (
+            ", ".join(map(str, value))
+            if isinstance(value, dict | tuple | list | set | frozenset)
+            else repr(value)
+        )
         lines += [f"Of type `{type(value).__name__}`: {_plain(shown)}", ""]
     return anchor, "\n".join(lines)
 
@@ -94,7 +111,11 @@ def entry(package: str, name: str, value: Any) -> tuple[str, str]:
 def source_path(value: Any) -> str | None:
     """Where a class or function is defined, if its source says so under that name."""
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or not module or "." in str(qualified):
+    if (
+        not (inspect.isclass(value) or inspect.isfunction(value))
+        or not module
+        or "." in str(qualified)
+    ):
         return None
     try:
         source = inspect.getsource(importlib.import_module(module))
@@ -121,4 +142,6 @@ def names() -> Iterator[tuple[str, str]]:
     for page in PAGES.values():
         for package in page.packages:
             module = importlib.import_module(package)
-            yield from ((package, n) for n in public(package) if not inspect.ismodule(getattr(module, n)))
+            yield from (
+                (package, n) for n in public(package) if not inspect.ismodule(getattr(module, n))
+            )

@@ -1,4 +1,4 @@
-"""Hooks of the site: our markup, and the API pages made from what the packages export."""
+"""Hooks of the site: our markup, the API pages made from what the packages export, and the command reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from commands import reference
 from markup import SiteMarkup
 from mkdocs.structure.files import File, Files
 from reference import pages
+
+from equipoise.core.files import read_json
+from equipoise_lab.bench import pairs
+
+_STORED = Path(__file__).parents[2] / "lab" / "results" / "bench-amd-one-thread.json"
 
 
 def on_config(config: Any) -> Any:
@@ -20,10 +26,20 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The API pages."""
-    for path, text in pages().items():
+    """The pages that are made."""
+    for path, text in {"commands.md": reference(), **pages()}.items():
         known = files.get_file_from_path(path)
         if known is not None:
             files.remove(known)
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The table of the stored benchmarks, in place of its name."""
+    mark = "{{ stored benchmarks }}"
+    if mark in markdown:
+        markdown = markdown.replace(
+            mark, pairs.markdown(*pairs.read(read_json(_STORED), "stored run"))
+        )
+    return markdown

@@ -60,7 +60,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"equipoise.{name}")
     from equipoise.core.errors import did_you_mean
 
-    raise AttributeError(f"module 'equipoise' has no attribute {name!r}{did_you_mean(name, __all__)}")
+    raise AttributeError(
+        f"module 'equipoise' has no attribute {name!r}{did_you_mean(name, __all__)}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,12 @@
 """Attacks: certificates seen from the other side. An attack that succeeds inside a certified radius is a bug.
 
-Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version, and AutoAttack where `torchattacks` is
-installed. The ball is kept in float64.
+Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version. The ball is kept in float64.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,15 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.checks import require_type
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
 
-__all__ = ["AttackResult", "autoattack", "pgd", "smooth_pgd"]
-
-#: the package that has AutoAttack
-PACKAGE = "torchattacks"
+__all__ = ["AttackResult", "pgd", "smooth_pgd"]
 
 
 def unit(g: Tensor) -> Tensor:
@@ -45,6 +39,11 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
 
     Rounding to x's dtype may step over the sphere, so the perturbation is shrunk until the float64 norm of the stored
     difference, enlarged by its own rounding, is within the radius; if that fails, the point is x itself.
+
+    Args:
+        x: the centres (N, ...).
+        z: points in float64, of the same shape.
+        radius: of every ball (N,), in float64.
 
     >>> x = torch.zeros(1, 3)
     >>> z = inside_ball(x, torch.full((1, 3), 5.0, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64))
@@ -192,7 +191,9 @@ def smooth_pgd(
     return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, finish)
 
 
-def misclassified(classifier: SmoothedClassifier, x: Tensor, y: Tensor, draws: int, alpha: float) -> Tensor:
+def misclassified(
+    classifier: SmoothedClassifier, x: Tensor, y: Tensor, draws: int, alpha: float
+) -> Tensor:
     """Where the smoothed classifier answers with another class than y, shown at level alpha.
 
     Votes: a binomial test of the two largest counts. Soft scores: some class's score is above that of y, shown by an interval
@@ -213,12 +214,18 @@ def misclassified(classifier: SmoothedClassifier, x: Tensor, y: Tensor, draws: i
     own = np.take_along_axis(scores, y.cpu().numpy()[:, None, None], axis=2)
     margin = (1 + scores - own) / 2  # above ½ on average: the class has overtaken y
     risk = alpha / (scores.shape[2] - 1)
-    low = empirical_bernstein(margin.mean(axis=1).clip(0, 1), margin.var(axis=1, ddof=1), draws, risk, "lower")
+    low = empirical_bernstein(
+        margin.mean(axis=1).clip(0, 1), margin.var(axis=1, ddof=1), draws, risk, "lower"
+    )
     return torch.from_numpy((low > 0.5).any(axis=1)).to(y.device)
 
 
 def soft_votes(logits: Tensor, simplex: SimplexMap) -> Tensor:
     """Scores of the map; for the hardmax its votes forward and the softmax's gradient backward.
+
+    Args:
+        logits: (N, classes).
+        simplex: the map.
 
     >>> z = torch.tensor([[2.0, 0.0]], requires_grad=True)
     >>> votes = soft_votes(z, SimplexMap("hardmax"))
@@ -295,74 +302,68 @@ def _ascend(
 
 
 def checked_labels(x: Tensor, y: Tensor) -> Tensor:
-    """The labels as int64; inputs and labels that do not belong together are refused."""
+    """The labels as int64; inputs and labels that do not belong together are refused.
+
+    Args:
+        x: inputs (N, ...).
+        y: labels (N,).
+    """
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise InputError(f"expected tensors of inputs and labels, got {type(x).__name__} and {type(y).__name__}")
+        raise InputError(
+            f"expected tensors of inputs and labels, got {type(x).__name__} and {type(y).__name__}"
+        )
     if x.ndim < 2 or not x.is_floating_point() or y.shape != x.shape[:1]:
-        raise InputError(f"expected float inputs (N, ...) and labels (N,), got {tuple(x.shape)} and {tuple(y.shape)}")
+        raise InputError(
+            f"expected float inputs (N, ...) and labels (N,), got {tuple(x.shape)} and {tuple(y.shape)}"
+        )
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise InputError(f"labels are whole numbers, got {y.dtype}: try y.long()")
     return y.long()
 
 
 def checked_logits(model: nn.Module, z: Tensor, y: Tensor | None = None) -> Tensor:
-    """The model's logits at z; a shape it does not take and a label it has no logit for are refused."""
+    """The model's logits at z; a shape it does not take and a label it has no logit for are refused.
+
+    Args:
+        model: the network.
+        z: inputs (N, ...).
+        y: labels, if they are to be checked.
+    """
     try:
         logits: Any = model(z)
     except (torch.OutOfMemoryError, EquipoiseError):
         raise
-    except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
-        raise InputError(f"the model does not take inputs of shape {tuple(z.shape)}: {one_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # whatever the user's own code, or the guards of an exported program, raise
+        raise InputError(
+            f"the model does not take inputs of shape {tuple(z.shape)}: {one_line(error)}"
+        ) from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(f"expected logits of shape ({len(z)}, classes) from the model, got {got}")
-    outside = None if y is None else y[(y < 0) | (y >= logits.shape[1])]
-    if outside is not None and len(outside):
-        raise InputError(f"label {int(outside[0])} is none of the model's {logits.shape[1]} classes, counted from 0")
+    for label in [] if y is None else y[(y < 0) | (y >= logits.shape[1])]:
+        raise InputError(
+            f"label {int(label)} is none of the model's {logits.shape[1]} classes, counted from 0"
+        )
     return logits
 
 
 def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
-    """The radius of every input; what is no number, negative or not finite is refused."""
+    """The radius of every input; what is no number, negative or not finite is refused.
+
+    Args:
+        x: inputs (N, ...).
+        epsilon: one radius, or one for every input.
+    """
     try:
-        radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).broadcast_to(len(x)).clone()
+        radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device)
+        radius = radius.broadcast_to(len(x)).clone()
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"shape {tuple(epsilon.shape)}" if isinstance(epsilon, Tensor) else repr(epsilon)
-        raise InputError(f"epsilon is one number, or one for each of the {len(x)} inputs; got {got}") from error
+        raise InputError(
+            f"epsilon is one number, or one for each of the {len(x)} inputs; got {got}"
+        ) from error
     if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
         raise InputError("epsilon must be finite and non-negative")
     return radius
-
-
-def require_autoattack() -> None:
-    """Refuse where no package has AutoAttack."""
-    if find_spec(PACKAGE) is None:
-        raise Refused(f"AutoAttack is optional and not installed: pip install {PACKAGE}, or use equipoise.attacks.pgd")
-
-
-def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_size: int = 250) -> AttackResult:
-    """The standard ℓ2 version of AutoAttack (Croce & Hein 2020) by `torchattacks`; its result is projected back into the ball,
-    then judged.
-
-    Args:
-        model: in evaluation mode.
-        x: inputs (N, ...) in [0, 1].
-        y: the answers to break (N,).
-        epsilon: radius, one for all.
-        batch_size: inputs per call of the package.
-    """
-    require_type(epsilon, (int, float), "epsilon")
-    y = checked_labels(x, y)
-    radius = checked_radius(x, epsilon)
-    with torch.no_grad():
-        classes = checked_logits(model, x, y).shape[1]
-    require_autoattack()
-    attack = importlib.import_module(PACKAGE).AutoAttack(
-        model, norm="L2", eps=epsilon, version="standard", n_classes=classes
-    )
-    batches = zip(fresh_strides(x).split(batch_size), y.split(batch_size), strict=True)
-    adversarial = torch.cat([attack(*batch) for batch in batches])
-    stored = inside_ball(x, adversarial.detach().double(), radius)
-    with torch.no_grad():
-        success = model(stored).argmax(dim=1) != y
-    return AttackResult(stored, success, (stored.double() - x.double()).flatten(1).norm(dim=1))

@@ -32,8 +32,8 @@ from equipoise.smoothing.procedures import find_procedure
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
-#: a claimed norm is raised by these factors until the checker's own proof succeeds
-_GROWTH = (1 + 1e-9, 1 + 1e-6, 1 + 1e-4, 1.003, 1.01, 1.03)
+#: a norm is claimed as its lower bound times the first of these factors with which the checker's own proof succeeds
+_GROWTH = (1 + 1e-6, 1 + 1e-5, 1 + 1e-4, 1.001, 1.003, 1.01, 1.03, 1.1)
 #: a local radius is lowered by these factors until the checker's own proof succeeds
 _SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
@@ -74,7 +74,9 @@ def write(
     """
     labels = np.asarray(y.detach().cpu(), dtype=np.int64)
     if labels.shape != (len(x),) or not len(labels):
-        raise InputError(f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}")
+        raise InputError(
+            f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}"
+        )
     divisor = 255 if x.dtype == torch.uint8 else 1
     images = np.asarray(x.detach().cpu())
     parameter = next(model.parameters(), torch.zeros(()))
@@ -105,7 +107,10 @@ def write(
             claims["local"] = _claim("local", tensors, divisor, epsilons)
     best = tensors.get("local", tensors["radii"])
     claims["radii"]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
-    files = {"weights.safetensors": to_safetensors(weights), "inputs.safetensors": to_safetensors(tensors)}
+    files = {
+        "weights.safetensors": to_safetensors(weights),
+        "inputs.safetensors": to_safetensors(tensors),
+    }
     _save(folder, {**document, "claims": claims}, files)
     return claims
 
@@ -147,10 +152,16 @@ def write_smoothing(
         counts = votes.estimation[index, order]
         seen = votes.selection[index, order]
         radius = float(certificate.radius[index]) * _MARGIN
-        row: dict[str, Any] = {"input": int(index), "k": int(counts[0]), "rival": int(counts[1:].max())}
+        row: dict[str, Any] = {
+            "input": int(index),
+            "k": int(counts[0]),
+            "rival": int(counts[1:].max()),
+        }
         if plan.joint[index]:
             weight, ends = joint_cells(
-                counts[:1], votes.draws[index : index + 1], (seen[:1], seen[1:2], seen.sum(keepdims=True))
+                counts[:1],
+                votes.draws[index : index + 1],
+                (seen[:1], seen[1:2], seen.sum(keepdims=True)),
             )
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
@@ -164,7 +175,9 @@ def write_smoothing(
             row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
         radius = max(radius - 1e-7 * (radius + sigma), 0.0)
-        rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))})
+        rows.append(
+            {**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))}
+        )
     claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
     _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
     return claims
@@ -189,10 +202,14 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
     except checker.Rejected as error:
         raise Refused(f"REJECTED: {error}") from None
     except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
-        raise Refused(f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})") from None
+        raise Refused(
+            f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
 
 
-def _claim(name: str, tensors: Mapping[str, np.ndarray], divisor: int, epsilons: Iterable[float]) -> dict[str, Any]:
+def _claim(
+    name: str, tensors: Mapping[str, np.ndarray], divisor: int, epsilons: Iterable[float]
+) -> dict[str, Any]:
     counts = {repr(float(epsilon)): int((tensors[name] >= epsilon).sum()) for epsilon in epsilons}
     return {"radii": name, "divisor": divisor, "certified": counts}
 
@@ -216,11 +233,18 @@ def _require_same_function(model: nn.Module, network: "checker.Network", example
         expected = _double(torch.cat([model(sample[None]) for sample in example]))
     value = network.evaluate(_double(example), np.zeros(len(example))).x
     scale = float(np.abs(expected).max()) + 1e-30
-    if value.shape != expected.shape or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale:
-        raise Refused("the bundle's operations do not give the model's outputs: part of the model was not understood")
+    if (
+        value.shape != expected.shape
+        or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale
+    ):
+        raise Refused(
+            "the bundle's operations do not give the model's outputs: part of the model was not understood"
+        )
 
 
-def _provable(network: "checker.Network", images: np.ndarray, labels: np.ndarray, deployed: bool) -> np.ndarray:
+def _provable(
+    network: "checker.Network", images: np.ndarray, labels: np.ndarray, deployed: bool
+) -> np.ndarray:
     """Radii of all inputs, in batches."""
     size = max(1, min(500, 2**25 // network.largest))
     parts = []
@@ -238,7 +262,11 @@ def _provable(network: "checker.Network", images: np.ndarray, labels: np.ndarray
 
 
 def _local(
-    network: "checker.Network", images: np.ndarray, labels: np.ndarray, wanted: np.ndarray, proved: np.ndarray
+    network: "checker.Network",
+    images: np.ndarray,
+    labels: np.ndarray,
+    wanted: np.ndarray,
+    proved: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Local radii and the multipliers that prove them; None for networks that are not dense ReLU networks."""
     try:
@@ -258,8 +286,12 @@ def _local(
                 margins = ball.open_margins(labels[index])
                 if len(margins):
                     C, D, slack, switching = ball.maps(margins)
-                    counts = tuple(int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1]))
-                    maps = Reduced(torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts)
+                    counts = tuple(
+                        int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1])
+                    )
+                    maps = Reduced(
+                        torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts
+                    )
                     solution = best_multipliers(maps, enough=0.999 / radius)
                     if solution is None:
                         continue
@@ -294,7 +326,9 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
         try:
             writer.translate(node)
         except (checker.Rejected, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Refused(f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}") from error
+            raise Refused(
+                f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}"
+            ) from error
     document = {"format": "equipoise-bundle", "version": 1, "input_shape": list(example.shape[1:])}
     return {**document, "nodes": writer.nodes}, writer.tensors
 
@@ -341,7 +375,12 @@ class _Writer:
         return ""
 
     def emit(
-        self, node: fx.Node, op: str, sources: Iterable[Any], weights: Mapping[str, Tensor] | None = None, **rest: Any
+        self,
+        node: fx.Node,
+        op: str,
+        sources: Iterable[Any],
+        weights: Mapping[str, Tensor] | None = None,
+        **rest: Any,
     ) -> None:
         """Append an operation whose value is that of the node.
 
@@ -354,10 +393,18 @@ class _Writer:
         """
         for source in sources:
             if source not in self.names:
-                raise Refused(f"a bundle has no operation for an input of {node.name} ({_name(node)})")
+                raise Refused(
+                    f"a bundle has no operation for an input of {node.name} ({_name(node)})"
+                )
         name = f"{node.name}_{len(self.nodes)}"
-        row: dict[str, Any] = {"name": name, "op": op, "inputs": [self.names[source] for source in sources]}
-        row["weights"] = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
+        row: dict[str, Any] = {
+            "name": name,
+            "op": op,
+            "inputs": [self.names[source] for source in sources],
+        }
+        row["weights"] = {
+            key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()
+        }
         self.nodes.append({**row, **rest})
         self.names[node] = name
 
@@ -370,7 +417,9 @@ class _Writer:
         self.tensors[name] = array
         return name
 
-    def layer(self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], **attributes: Any) -> None:
+    def layer(
+        self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], **attributes: Any
+    ) -> None:
         """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved.
 
         Args:
@@ -385,20 +434,22 @@ class _Writer:
         if weight.dim() > 2:
             geometry = _geometry(attributes)
             taps: Any = weight.shape[2:]
-            operator = nn.Conv2d(weight.shape[1] * geometry["groups"], len(weight), taps, bias=False, **geometry)
+            operator = nn.Conv2d(
+                weight.shape[1] * geometry["groups"], len(weight), taps, bias=False, **geometry
+            )
             operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
         if "bias" in weights:
             weights["bias"] = weights["bias"].reshape(-1, *[1] * (weight.dim() - 2))
-        upper = float(spectral_norm(operator, rtol=1e-4).upper)
+        lower = float(spectral_norm(operator, rtol=1e-4).lower)
         layer = check_layers.Layer(_double(weight), attributes, _shape(source)[1:])
         for growth in _GROWTH:
             try:
-                layer.check(upper * growth)
+                layer.check(lower * growth)
             except checker.Rejected:
                 continue
-            self.emit(node, op, [source], weights, upper=upper * growth, **attributes)
+            self.emit(node, op, [source], weights, upper=lower * growth, **attributes)
             return
-        raise Refused(f"{node.name}: the checker does not prove the norm {upper:g}")
+        raise Refused(f"{node.name}: the checker does not prove the norm {lower:g}")
 
 
 def _name(node: Any) -> str:
@@ -461,7 +512,9 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
 def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """`ax + b` for every channel, as a scaling and a shift in float64; a and b from its values at 0 and 1."""
     others: Any = node.args[1:]
-    statistics = [writer.constants[part].double() if part in writer.constants else part for part in others]
+    statistics = [
+        writer.constants[part].double() if part in writer.constants else part for part in others
+    ]
     zero = torch.zeros(1, *_shape(node)[:1], *[1] * (len(_shape(node)) - 1), dtype=torch.float64)
     target: Any = node.target
     shift = target(zero, *statistics)
@@ -475,7 +528,9 @@ def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if a.get("value"):
         raise Refused(f"{node.name}: a bundle has padding with zeros only")
     source: Any = node.args[0]
-    places = torch.arange(1, 1 + math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
+    places = torch.arange(1, 1 + math.prod(_shape(source)), dtype=torch.float64).reshape(
+        1, *_shape(source)
+    )
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
     writer.emit(node, "gather", [source], {"index": index[0].long() - 1})
@@ -505,9 +560,13 @@ def _halves(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     ordered = (_name(first), _name(second)) == ("maximum", "minimum") and first.args == second.args
     parts = first.args if ordered else (first.args[0], second)
     split = parts[0].args[0]
-    whole = [part.args for part in parts] == [(split, 0), (split, 1)] and _shape(node) == _shape(split.args[0])
+    whole = [part.args for part in parts] == [(split, 0), (split, 1)] and _shape(node) == _shape(
+        split.args[0]
+    )
     if a["dim"] != 1 or not whole or not (ordered or _name(first) == "abs"):
-        raise Refused(f"{node.name}: a bundle has no concatenation, but for MaxMin and partial absolute values")
+        raise Refused(
+            f"{node.name}: a bundle has no concatenation, but for MaxMin and partial absolute values"
+        )
     if ordered:
         writer.emit(node, "maxmin", [split.args[0]])
     else:
@@ -526,10 +585,16 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         kernel = _pair(a["kernel_size"])
         stride = _pair(a["stride"] or kernel)
         padding = _pair(a["padding"])
-        unusual += [a["ceil_mode"], a.get("divisor_override"), _pair(a.get("dilation", 1)) != [1, 1]]
+        unusual += [
+            a["ceil_mode"],
+            a.get("divisor_override"),
+            _pair(a.get("dilation", 1)) != [1, 1],
+        ]
         unusual.append(any(padding) and not a.get("count_include_pad", True))
     if any(unusual):
-        raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
+        raise Refused(
+            f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only"
+        )
     op = "max_pool" if "max" in _name(node) else "average_pool"
     writer.emit(node, op, [a["self"]], kernel=kernel, stride=stride, padding=padding)
 
@@ -548,12 +613,18 @@ _PASSED = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"
 _RESHAPES = ("flatten", "view", "reshape", "unsqueeze", "squeeze")
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
     **dict.fromkeys(
-        _RESHAPES, lambda writer, node, a: writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
+        _RESHAPES,
+        lambda writer, node, a: writer.emit(
+            node, "reshape", node.all_input_nodes[:1], shape=_shape(node)
+        ),
     ),
     **dict.fromkeys(("linear", "conv2d"), _linear),
     **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad"), _gather),
+    **dict.fromkeys(
+        ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad"),
+        _gather,
+    ),
     "relu": lambda writer, node, a: writer.emit(node, "relu", [a["self"]]),
     "abs": _abs,
     "leaky_relu": lambda writer, node, a: writer.emit(

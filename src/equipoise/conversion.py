@@ -13,7 +13,14 @@ from equipoise.core.modules import evaluating
 from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
-from equipoise.nn.convert import Certificate, Change, convert, evaluate_at, plain, with_effective_weights
+from equipoise.nn.convert import (
+    Certificate,
+    Change,
+    convert,
+    evaluate_at,
+    plain,
+    with_effective_weights,
+)
 from equipoise.nn.wrappers import known_constant
 
 
@@ -36,8 +43,14 @@ class Conversion:
             f"{name:20}  {was:16}  {now:16}  {action:10} {note}".rstrip()
             for name, was, now, action, note in [head, *(astuple(row) for row in self.rows)]
         ]
-        measured = "by construction" if self.report is None else f"proved: at most {format_up(self.report.upper)}"
-        return "\n".join([*lines, "", f"Lipschitz constant {format_up(self.constant)} ({measured})"])
+        measured = (
+            "by construction"
+            if self.report is None
+            else f"proved: at most {format_up(self.report.upper)}"
+        )
+        return "\n".join(
+            [*lines, "", f"Lipschitz constant {format_up(self.constant)} ({measured})"]
+        )
 
 
 class Rescaled(nn.Module):
@@ -62,10 +75,14 @@ class Rescaled(nn.Module):
         """The scaled output."""
         out = self.module(*inputs)
         if not isinstance(out, Tensor):
-            raise InputError(f"a network to be scaled must return one tensor, got {type(out).__name__}")
+            raise InputError(
+                f"a network to be scaled must return one tensor, got {type(out).__name__}"
+            )
         return out * self.factor
 
-    def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
+    def rescale(
+        self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None
+    ) -> Report:
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`.
 
         Args:
@@ -77,7 +94,9 @@ class Rescaled(nn.Module):
             self.factor.fill_(1.0)
             # the same map with its effective weights as constants
             stored: Any = with_effective_weights(self, *_one_sample(example_input))
-            for _ in range(6):  # once more with the factor, since the last layer's norm is measured with it
+            for _ in range(
+                6
+            ):  # once more with the factor, since the last layer's norm is measured with it
                 report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
                 if not report.upper > 0 or not math.isfinite(report.upper):
                     raise Refused(
@@ -99,7 +118,10 @@ class Rescaled(nn.Module):
 
 
 def _one_sample(example_input: Any) -> tuple[Tensor, ...]:
-    return tuple(x[:1] for x in (example_input if isinstance(example_input, tuple | list) else (example_input,)))
+    return tuple(
+        x[:1]
+        for x in (example_input if isinstance(example_input, tuple | list) else (example_input,))
+    )
 
 
 def make_lipschitz(
@@ -167,14 +189,18 @@ def first_input(model: nn.Module) -> Tensor | None:
     torch.Size([1, 5])
     """
     while type(model) is nn.Sequential:
-        parts = (part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout))
+        parts = (
+            part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout)
+        )
         model = next(parts, nn.Identity())
     if not isinstance(getattr(model, "in_features", None), int):
         return None
     return next(model.parameters()).new_zeros(1, cast(int, model.in_features))
 
 
-def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, ball: float | None = None) -> nn.Module:
+def export(
+    model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, ball: float | None = None
+) -> nn.Module:
     """Plain modules with the effective weights: same outputs, no overhead, ready for `torch.export` and ONNX.
 
     A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
@@ -231,4 +257,6 @@ def converted(
     """
     from equipoise.nn.models import build
 
-    return Rescaled(convert(build(base, **(arguments or {})), method, **(options or {}))[0], constant)
+    return Rescaled(
+        convert(build(base, **(arguments or {})), method, **(options or {}))[0], constant
+    )

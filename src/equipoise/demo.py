@@ -77,7 +77,9 @@ class Settings:
 QUICK = Settings(16, 200, 4, 8, 1, steps=6, smooth_steps=3, votes=100, pictures=4)
 
 
-def showcase(out: str | Path, settings: Settings | None = None, report: Report | None = None) -> ReportData:
+def showcase(
+    out: str | Path, settings: Settings | None = None, report: Report | None = None
+) -> ReportData:
     """Do the main job below `out` and write `out/report.html`; run again in the same folder, it goes on where it stopped.
 
     Folders: `networks/` (checkpoints), `runs/` (certificates with their attacks; `equipoise report out/runs/*` makes the page
@@ -106,7 +108,10 @@ def showcase(out: str | Path, settings: Settings | None = None, report: Report |
         cpu=True,
         progress=lambda event: show(f"train the {title}", event.step, event.steps),
     )
-    networks = {"lipschitz": ("1-Lipschitz network (BCOP)", load("digits").model), "noise": (title, noisy.model)}
+    networks = {
+        "lipschitz": ("1-Lipschitz network (BCOP)", load("digits").model),
+        "noise": (title, noisy.model),
+    }
     folders: list[Path] = []
     for key, (name, model) in networks.items():
         plain = with_effective_weights(model, torch.zeros(1, 1, 8, 8)).eval().requires_grad_(False)
@@ -116,7 +121,10 @@ def showcase(out: str | Path, settings: Settings | None = None, report: Report |
         show(f"audit the {name}", 1, 1)
         folders += [run.folder for run in runs]
     show("check the proofs", 0, 1)
-    notes = [SOFT, f"The network under noise is trained with seed {s.seed}; other seeds give other networks."]
+    notes = [
+        SOFT,
+        f"The network under noise is trained with seed {s.seed}; other seeds give other networks.",
+    ]
     notes.append(_check(networks["lipschitz"][1], out / "bundle", s))
     show("check the proofs", 1, 1)
     show("write the report", 0, 1)
@@ -132,7 +140,9 @@ def _check(model: nn.Module, folder: Path, s: Settings) -> str:
     x, y = test.batch(range(min(s.inputs, len(test))))
     certificates.write(model, x, y, folder, epsilons=EPSILONS)
     proved = certificates.check(folder)
-    return f"Checked by an independent program (`equipoise check {folder.name}`): {'; '.join(proved)}."
+    return (
+        f"Checked by an independent program (`equipoise check {folder.name}`): {'; '.join(proved)}."
+    )
 
 
 def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[Run]:
@@ -143,10 +153,20 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
     def progress(verb: str) -> Callable[[Any, int, int], None]:
         return lambda row, done, total: show(f"{verb} the {network.source}", done, total)
 
-    runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", progress=progress("prove"), **common)]
+    runs = [
+        prove(
+            network,
+            test,
+            run_dir=f"{prefix}-proved",
+            effort="fast",
+            progress=progress("prove"),
+            **common,
+        )
+    ]
     common |= {"sigma": s.sigma, "n": s.draws, "seed": s.seed, "progress": progress("certify")}
     runs += [
-        certify(network, test, run_dir=f"{prefix}-{name}", **options, **common) for name, options in SAMPLED.items()
+        certify(network, test, run_dir=f"{prefix}-{name}", **options, **common)
+        for name, options in SAMPLED.items()
     ]
     for run in runs:
         attack_run(
@@ -166,7 +186,9 @@ def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
     """Bounds of the network, and pictures of inputs with an attack that changes a right answer, beside the proved run."""
     x, y = load_dataset("digits", "test").batch(range(s.inputs))
     near = s.local_inputs
-    audit = audit_network(title, model, x[:1], inputs=x[:near], ids=run.ids[:near], radius=0.1, steps=s.steps)
+    audit = audit_network(
+        title, model, x[:1], inputs=x[:near], ids=run.ids[:near], radius=0.1, steps=s.steps
+    )
     save_audit(audit, run.folder)
 
     results = run.results()

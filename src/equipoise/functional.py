@@ -12,7 +12,14 @@ from torch import Tensor
 from equipoise.norms.differentiable import conv_norm, explicit_gradient, gram_norm
 from equipoise.norms.reference import norm2_toep
 
-__all__ = ["conv_norm", "explicit_gradient", "gram_iteration", "gram_norm", "norm2_circ", "norm2_toep"]
+__all__ = [
+    "conv_norm",
+    "explicit_gradient",
+    "gram_iteration",
+    "gram_norm",
+    "norm2_circ",
+    "norm2_toep",
+]
 
 gram_iteration = gram_norm
 

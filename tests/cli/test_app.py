@@ -138,7 +138,7 @@ def test_the_library_and_the_demo_run_without_the_extras(tmp_path):
     """`pip install equipoise` brings the core dependencies; nothing else may be needed."""
     code = (
         "import sys\n"
-        "extras = 'pyarrow PIL accelerate tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
+        "extras = 'pyarrow PIL accelerate pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
         "cvxpy transformers sklearn'.split()\n"
         "sys.modules.update(dict.fromkeys(extras))\n"
         "import equipoise as eq, torch\n"

@@ -6,7 +6,7 @@ import torch
 
 from equipoise.core.files import Digest, digest_bytes, digest_document
 from equipoise.data import Dataset
-from equipoise.runs.inputs import Inputs
+from equipoise.runs.sources import Inputs
 
 X, Y = np.arange(12, dtype=np.float32).reshape(3, 4) / 16, np.array([0, 1, 1])
 

@@ -13,8 +13,8 @@ from equipoise.attacks import pgd, smooth_pgd
 from equipoise.core import fresh_strides
 from equipoise.curvature import LossHessian
 from equipoise.data import Dataset, random_crop, random_flip
-from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies, smooth_adversarial
-from equipoise.runs.inputs import Inputs
+from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies
+from equipoise.runs.sources import Inputs
 from equipoise.smoothing import SmoothedClassifier
 from equipoise.train import read_recipe, run_recipe
 from nn.layer_cases import marked_rows
@@ -65,7 +65,6 @@ PATHS = {
     "input gradient": lambda net: input_gradient_penalty(net, grey(), LABELS).backward(),
     "noisy copies": lambda net: net(noisy_copies(grey(), 0.5, 2)),
     "consistency": lambda net: consistency_loss(net, grey(), LABELS, 0.5).backward(),
-    "smoothadv": lambda net: smooth_adversarial(net, grey(), LABELS, 0.5, 0.5),
     "curvature": lambda net: LossHessian(net, "ce", (grey(), LABELS)).gradient(),
     "training": lambda net: train(),
     "training with augmentation": lambda net: train(data={"augment": [{"kind": "flip"}, {"kind": "pad-crop"}]}),

@@ -108,6 +108,7 @@ BOUNDED = {
     "attention after an RMS norm": (Op(_attention(_rms), **_attends()), (3, 4), None),
     "attention on raw inputs": (Op(_attention(lambda x: x), **_attends()), (3, 4), 1.0),
     "L2 attention": (own.L2Attention(4, 2, 3), (3, 4), None),
+    "attention from a convex potential": (own.ConvexAttention(4, heads=2), (3, 4), None),
     "normalized embeddings": (Op(lambda m, x: F.normalize(m["a"](x), eps=0.1), a=nn.Linear(4, 4)), (4,), None),
     "squeeze and excitation": (
         Op(lambda m, x: x * torch.sigmoid(m["a"](x.mean((2, 3))))[..., None, None], a=nn.Linear(2, 2)),

@@ -14,7 +14,7 @@ from equipoise.core import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.capture import capture
-from equipoise.runs.models import hash_module
+from equipoise.runs.sources import hash_module
 
 
 def _branch(x):

@@ -217,6 +217,21 @@ def test_a_factor_along_a_new_dimension_does_not_scale_channels():
     assert lipschitz_bound(module, torch.zeros(1, 36)).upper >= 1
 
 
+def _written_out(q, k, v):
+    return torch.bmm(F.softmax(torch.bmm(q[0], k[0].mT) / 2, -1), v[0])
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, _written_out])
+def test_attention_counts_the_rows_of_its_values(attend):
+    """With τ = 1/√d and rows of length √d: 2·√n for the queries, as much for the keys, √n for the values."""
+
+    def heads(x):
+        rows = F.rms_norm(x.view(1, 16, 2, 4).transpose(1, 2), (4,), eps=1.0)
+        return attend(rows, rows, rows)
+
+    assert lipschitz_bound(Op(heads).eval(), torch.zeros(1, 16, 8)).upper <= 5 * 4 * (1 + 1e-9)
+
+
 def test_factors_whose_product_vanishes_count():
     module = Op(lambda x: x * 1e-200 * 1e-200 * 1e200 * 1e199).eval()
     assert lipschitz_bound(module, torch.zeros(1, 2, dtype=torch.float64)).upper == pytest.approx(0.1)

@@ -42,7 +42,7 @@ class LayerCase:
 
     def make(self, kind: str, inputs: int = 4, outputs: int = 4, **options: Any) -> nn.Module:
         """The layer; convolutions are 3×3 (or 3) with padding 1 unless told otherwise."""
-        if kind != "linear":
+        if kind not in ("linear", "tokens"):
             options = {"kernel_size": 3, "padding": 1, **options}
         if kind == "transpose2d" and options.get("stride", 1) > 1:
             options["output_padding"] = options["stride"] - 1
@@ -94,6 +94,8 @@ CASES: list[LayerCase] = [
 
 def inputs_for(kind: str, channels: int = 4, size: int = 6, batch: int = 3, dtype: torch.dtype = torch.float32):
     """A batch of random inputs for a layer of this kind."""
+    if kind == "tokens":
+        return torch.randn(batch, size, channels, dtype=dtype)
     shape = {"linear": (), "conv1d": (size,), "conv3d": (size - 2, size - 2, size - 1)}.get(kind, (size, size + 1))
     return torch.randn(batch, channels, *shape, dtype=dtype)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nn_parts import jacobian_norm, worst_ratio
 from torch import nn
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.activations import (
     ACTIVATIONS,

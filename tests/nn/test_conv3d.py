@@ -8,7 +8,7 @@ from nn_parts import exported, upper
 
 import equipoise.nn as eqn
 from equipoise.core import Refused
-from equipoise.norms.reference import operator_matrix
+from equipoise.norms import operator_matrix
 
 LAYERS = {"sn": eqn.SNConv3d, "aol": eqn.AOLConv3d, "sr": eqn.SRConv3d, "rko": eqn.RKOConv3d, "bcop": eqn.BCOPConv3d}
 GEOMETRIES = {

@@ -11,7 +11,7 @@ from nn_parts import method, raw, worst_ratio
 from torch import nn
 
 from equipoise.conversion import export, make_lipschitz
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import SRLinear
 from equipoise.nn.convert import convert, methods

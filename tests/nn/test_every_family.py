@@ -7,14 +7,14 @@ import pickle
 
 import pytest
 import torch
-from layer_cases import CASES, inputs_for
+from layer_cases import CASES, LayerCase, inputs_for
 from nn_parts import jacobian_norm, raw
 from torch import nn
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import equipoise as eq
 import equipoise.nn as eqn
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 
 #: every layer, and the convolutions whose weights depend on the image size
 ROWS = [(case.name, kind) for case in CASES for kind in case.kinds if kind in ("linear", "conv2d")]
@@ -23,6 +23,12 @@ ROWS += [(name, "conv2d") for name in ("cayley", "bro")] + [
     ("cayley", "transpose2d"),
 ]
 BUILD = {case.name: case for case in CASES}
+for attention in ({"heads": 2}, {"memory": True}, {"window": 3}):
+    name = f"attention {next(iter(attention))}"
+    ROWS.append((name, "tokens"))
+    BUILD[name] = LayerCase(
+        name, lambda kind, ins, out, **options: eqn.ConvexAttention(ins, **options), options=attention
+    )
 rows = pytest.mark.parametrize(("name", "kind"), ROWS, ids=["-".join(row) for row in ROWS])
 
 

@@ -12,15 +12,23 @@ import torch
 from torch import nn
 
 from equipoise.conversion import Rescaled, export, make_lipschitz
-from equipoise.core.errors import Refused
+from equipoise.core import Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.models import proved
-from equipoise.nn import CayleyConv2d, SLLLinear, SRConv2d, SRLinear
-from equipoise.nn.activations import HouseholderActivation, MaxMin
+from equipoise.nn import (
+    BatchCentering,
+    CayleyConv2d,
+    HouseholderActivation,
+    LastLayerNormalised,
+    MaxMin,
+    ScaledAvgPool2d,
+    SLLLinear,
+    SpaceToDepth,
+    SRConv2d,
+    SRLinear,
+)
 from equipoise.nn.models import build, input_shape
-from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
 from equipoise.nn.parametrize import Computed, ComputedLayer
-from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
 
 SLL = {"in_channels": 1, "input_size": 8, "channels": 4, "depth": 2, "dense_depth": 1, "hidden": 8, "num_classes": 3}
 ORTHOGONAL = {

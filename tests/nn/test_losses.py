@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 from torch.nn import functional
 
-from equipoise.core import Bound, Bracket, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import Bound, Bracket, InputError, Kind, Refused
 from equipoise.nn import CertifiedAccuracy, losses
 from equipoise.nn.losses import hinge, hkr, kr
-from equipoise.smoothing.margins import margin_radius
+from equipoise.smoothing import margin_radius
 
 Z = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.3, 4.0], [1.0, 1.0, -2.0]], dtype=torch.float64)
 Y = torch.tensor([0, 1, 0])

@@ -10,12 +10,12 @@ from nn_parts import raw, worst_ratio
 
 from equipoise.checkpoints import load_checkpoint, save_checkpoint
 from equipoise.conversion import export
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.data.load import load_digits
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import known_constant
 from equipoise.nn.losses import offset_cross_entropy
 from equipoise.nn.models import LIPSCHITZ, MODELS, PLAIN, build, factory, input_shape
-from equipoise.nn.wrappers import known_constant
 
 GREY = {"in_channels": 1, "input_size": 8}
 #: small arguments for every builder: (name → arguments)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.norms.reference import operator_matrix
+from equipoise.norms import operator_matrix
 
 PLAIN = {
     o.SOCConv2d: nn.Conv2d,

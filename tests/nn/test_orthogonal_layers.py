@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import equipoise.nn as o
 from equipoise.core import InputError, Kind, Refused, as_upper
+from equipoise.nn import known_constant
 from equipoise.nn.orthogonal.frame import FramedConv2d
-from equipoise.nn.wrappers import known_constant
-from equipoise.norms import spectral_norm
-from equipoise.norms.reference import operator_matrix
+from equipoise.norms import operator_matrix, spectral_norm
 
 LIMIT = 1 + 1e-5
 

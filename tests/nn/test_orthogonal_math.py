@@ -19,7 +19,7 @@ from equipoise.nn.orthogonal.cayley import cayley
 from equipoise.nn.orthogonal.frequency import isometry_bound
 from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal, scaled_steps, two_taps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
-from equipoise.norms.reference import operator_matrix, reference_norm
+from equipoise.norms import operator_matrix, reference_norm
 
 sizes = st.integers(1, 7)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import equipoise as eq
 import equipoise.nn as eqn
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
 from equipoise.nn import rescaling
 from equipoise.nn.rescaling import rescaling_pair

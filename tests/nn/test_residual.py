@@ -10,8 +10,7 @@ from torch.nn import functional
 
 import equipoise as eq
 import equipoise.nn as eqn
-from equipoise.core.bounds import Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Kind, Refused
 from equipoise.nn.rescaling import rescaling_pair
 
 

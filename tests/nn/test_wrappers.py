@@ -9,16 +9,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from equipoise.conversion import export
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.maps.geometry import Geometry
-from equipoise.nn import SRConv2d, SRLinear
+from equipoise.maps import Geometry
+from equipoise.nn import ConvexResidual, Lipschitz, MaxPool2d, SpaceToDepth, SRConv2d, SRLinear, known_constant
 from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.parametrize import Parametrization
-from equipoise.nn.pooling import MaxPool2d, SpaceToDepth
-from equipoise.nn.wrappers import ConvexResidual, Lipschitz, known_constant
 
 
 @pytest.mark.parametrize("k", [0.1, 1.0, 7.0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cases import OPERATORS, Operator, matrices
 from equipoise import InputError, Refused, spectral_norm
 from equipoise.core import Bracket
-from equipoise.maps.linear import convolution as make_convolution
+from equipoise.maps import convolution as make_convolution
 from equipoise.norms import convolution, gram_norm_plain, reference_norm
 from equipoise.norms.convolution import materialise
 

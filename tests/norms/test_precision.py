@@ -11,8 +11,8 @@ import torch
 from equipoise import Refused
 from equipoise.core import full_precision
 from equipoise.core.precision import frobenius, gamma, inflate
+from equipoise.norms import dominant_pair, gram_norm_plain
 from equipoise.norms.cholesky import _attempt, below, cholesky_gamma, factor
-from equipoise.norms.gram import dominant_pair, gram_norm_plain
 from equipoise.norms.symbol import autocorrelation, correlation_error, half_lattice
 
 

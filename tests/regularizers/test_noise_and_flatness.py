@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy
 
 from equipoise.core import InputError
 from equipoise.regularizers import (
@@ -13,7 +13,6 @@ from equipoise.regularizers import (
     consistency_loss,
     frozen_statistics,
     noisy_copies,
-    smooth_adversarial,
 )
 
 
@@ -51,26 +50,6 @@ def test_consistency_loss_is_its_formula():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
     with pytest.raises(InputError, match="at least 2"):
         consistency_loss(model, x, y, 0.5, copies=1)
-
-
-def test_smooth_adversarial_raises_the_smoothed_loss_inside_the_ball():
-    model, (x, y) = net(), data()
-    generator = torch.Generator().manual_seed(2)
-    noisy, labels = smooth_adversarial(model, x, y, 0.25, 0.5, steps=10, copies=8, generator=generator)
-    noise = 0.25 * torch.randn(8 * len(x), 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    delta = noisy - x.repeat(8, 1) - noise
-    assert torch.equal(labels, y.repeat(8))
-    assert delta.norm(dim=1).max() <= 0.5 * (1 + 1e-9)
-    assert torch.allclose(delta[: len(x)], delta[len(x) : 2 * len(x)])  # one perturbation for all copies
-
-    def smoothed(z):
-        log_p = log_softmax(model(z), 1).reshape(8, len(x), -1).logsumexp(0) - math.log(8)
-        return float(-log_p[torch.arange(len(x)), y].mean().detach())
-
-    assert smoothed(noisy) > smoothed(x.repeat(8, 1) + noise) + 0.05
-    assert all(p.grad is None for p in model.parameters())
-    clean, _ = smooth_adversarial(model, x, y, 0.25, 0.0)
-    assert clean.isfinite().all()
 
 
 def batch_net():

@@ -166,3 +166,13 @@ def test_commands_have_at_most_twenty_options_and_help_on_a_screen(place, comman
 
 def test_the_report_is_written(place):
     assert "page.html" in call("report", "sampled", "proved", "-o", "page.html")
+
+
+def test_a_single_epsilon_is_the_only_radius_asked_about(place):
+    """`prove --epsilon r` agrees with the largest radii at r, up to the last few per cent."""
+    words = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12, "--run", "asked")
+    call("prove", *words, "--epsilon", 0.2, "--seconds", 20)
+    asked, largest = open_run(place / "asked"), open_run(place / "proved").results().radius
+    assert asked.settings.epsilon == 0.2
+    assert (asked.results().radius[largest >= 0.21] >= 0.2).all()
+    assert (asked.results().radius[largest == 0] == 0).all()

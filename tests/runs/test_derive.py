@@ -8,14 +8,13 @@ import runs_nets
 
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.runs import certify, open_run
-from equipoise.runs.derive import derive
-from equipoise.runs.settings import DataRecord, Manifest, ModelRecord, Settings
-from equipoise.runs.store import Row
+from equipoise.runs.run import derive
+from equipoise.runs.store import DataRecord, Manifest, ModelRecord, Row, Settings
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier
 from equipoise.smoothing.intervals import log_e_value
 from equipoise.smoothing.planning import target_probability
 
-VOTES = ("cohen", "bonferroni", "cpm", "rivals", "randomized", "direct")
+VOTES = ("cohen", "bonferroni", "cpm", "rivals", "direct")
 
 
 class Counted(runs_nets.Net):

@@ -17,7 +17,7 @@ from torch import nn
 from equipoise.checkpoints import load_model
 from equipoise.core import InputError, Refused
 from equipoise.runs import Settings, certify, open_run
-from equipoise.runs.models import hash_module, normalised, portable
+from equipoise.runs.sources import hash_module, normalised, portable
 from equipoise.smoothing import Denoised, SmoothedClassifier
 
 BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.0"}
@@ -130,7 +130,7 @@ def test_the_hash_sees_the_structure(one, two):
 
 
 def test_the_hash_is_the_same_in_every_process():
-    code = "import runs_nets; from equipoise.runs.models import hash_module; print(hash_module(runs_nets.net()))"
+    code = "import runs_nets; from equipoise.runs.sources import hash_module; print(hash_module(runs_nets.net()))"
     paths = os.pathsep.join([str(Path(runs_nets.__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": "123"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

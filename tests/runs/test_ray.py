@@ -13,7 +13,7 @@ from runs_nets import table
 
 from equipoise.core import InputError, Refused
 from equipoise.runs import Settings, certify, open_run
-from equipoise.runs.models import portable
+from equipoise.runs.sources import portable
 from equipoise.runs.workers import RayWorker, TaskSpec
 
 ray = pytest.importorskip("ray")

@@ -12,7 +12,7 @@ from equipoise.data import load_dataset
 from equipoise.nn import losses
 from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
-from equipoise.train import metrics, read_recipe, run_recipe
+from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import Part, build_data
 from equipoise.train.config import Metrics
 from equipoise.train.losses import LOSSES, OBJECTIVES
@@ -148,25 +148,6 @@ def test_what_cannot_be_bounded_has_no_certificate(small, monkeypatch, tmp_path)
     assert result.final["bound"] is None
     assert result.final["bound_reason"]
     assert "certified_accuracy" not in result.final
-
-
-@pytest.mark.parametrize("world", [2, 3, 7])
-def test_processes_share_the_examples_of_an_evaluation(world, monkeypatch):
-    test = build_data(read_recipe("sll-sr-digits").data).test
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    options = (LOSSES["ce"](), CPU, Metrics(batch_size=50, epsilons=[0.0, 0.05]), Certified(1.0))
-    whole = evaluate(model, test, *options)
-    sums = []
-    monkeypatch.setattr(metrics, "all_sum", lambda pair: sums.append(pair) or pair)
-    monkeypatch.setattr(metrics, "world", lambda: world)
-    for rank in range(world):
-        monkeypatch.setattr(metrics, "rank", lambda rank=rank: rank)
-        evaluate(model, test, *options)
-    total = torch.stack(sums).reshape(world, 4, 2).sum(0)  # rows by name: accuracy, certified, loss
-    expected = [whole["accuracy"], *whole["certified_accuracy"].values(), whole["loss"]]
-    assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(expected)
-    assert int(total[0, 1]) == len(test)
 
 
 def test_certified_accuracy_is_rounded_down_and_counts_ties_as_wrong():

@@ -100,18 +100,6 @@ def test_a_users_own_factory(tmp_path, monkeypatch):
     assert load_file(folder / "model.safetensors")["1.weight"].shape == (6, 64)
 
 
-def test_tensorboard(recipe, tmp_path):
-    done = run("train", recipe, "--set", "tensorboard=true", "--run-dir", tmp_path / "run")
-    assert done.exit_code == 0, done.stderr
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    assert {"train_loss", "accuracy", "bound", "certified_accuracy/0.1"} <= set(tags)
-    assert [event.step for event in events.Scalars("train_loss")] == [2, 4]
-
-
 def test_progress_on_a_terminal(recipe, tmp_path):
     code = (
         "from equipoise.cli.app import Command, build\n"

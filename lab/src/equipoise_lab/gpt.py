@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate
-from equipoise.nn.attention import L2Attention
+from equipoise.nn import ConvexAttention, L2Attention
 from equipoise.nn.wrappers import ConvexResidual
 
 
@@ -28,11 +29,17 @@ class RowEmbedding(nn.Embedding):
 
     def rows(self) -> Tensor:
         """The rows as they are used."""
-        return self.weight * (self.radius / self.weight.norm(dim=1, keepdim=True).clamp_min(self.radius))
+        return self.weight * (
+            self.radius / self.weight.norm(dim=1, keepdim=True).clamp_min(self.radius)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of integer tokens, or mixtures of rows for a float tensor `(…, tokens)`."""
-        return input @ self.rows() if input.is_floating_point() else nn.functional.embedding(input, self.rows())
+        return (
+            input @ self.rows()
+            if input.is_floating_point()
+            else nn.functional.embedding(input, self.rows())
+        )
 
 
 class Positions(nn.Module):
@@ -64,7 +71,9 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The moved features of (batch, tokens, width)."""
         groups = enumerate(x.tensor_split(self.reach, -1))
-        return torch.cat([nn.functional.pad(g, (0, 0, k, 0))[:, : x.shape[1]] for k, g in groups], -1)
+        return torch.cat(
+            [nn.functional.pad(g, (0, 0, k, 0))[:, : x.shape[1]] for k, g in groups], -1
+        )
 
     @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -73,7 +82,7 @@ class TokenShift(nn.Module):
 
 
 class LipschitzGPT(nn.Module):
-    """A character model with L2 attention and convex residuals whose logits can be held at a proved Lipschitz constant.
+    """A character model with Lipschitz attention and convex residuals whose logits can be held at a proved Lipschitz constant.
 
     Embedding, positions, `depth` times attention and a two-layer network as convex residuals, and a linear head.
     `SpectralGuard(model, model.radii())` holds the weights so that `lipschitz_bound(model.body, zeros(1, context, width))` is at
@@ -88,6 +97,7 @@ class LipschitzGPT(nn.Module):
         hidden: of the two-layer networks, 4 times the width by default.
         constant: Lipschitz constant of the logits in the embeddings, None for none.
         reach: the two-layer networks read a group of features of each of the last `reach` tokens.
+        attention: "l2", as a convex residual, or "convex", 1-Lipschitz and its own residual, with a window of `context`.
 
     >>> from equipoise.lipschitz import lipschitz_bound
     >>> model = LipschitzGPT(vocabulary=7, context=4, width=8, depth=1, heads=2).eval()
@@ -108,23 +118,33 @@ class LipschitzGPT(nn.Module):
         hidden: int | None = None,
         constant: float | None = 10.0,
         reach: int = 4,
+        attention: str = "l2",
     ) -> None:
         super().__init__()
         if depth < 1 or width < 1 or vocabulary < 2:
-            raise InputError(f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}")
+            raise InputError(
+                f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}"
+            )
         if not 1 <= reach <= width:
             raise InputError(f"reach must lie between 1 and the width, {width}, got {reach}")
         if constant is not None and not (math.isfinite(constant) and constant > 0):
             raise InputError(f"constant must be a positive number or None, got {constant}")
+        require_one_of(("l2", "convex"), attention=attention)
         self.constant = constant
-        self.depth = depth
+        #: blocks whose weights are held
+        self.held = depth if attention == "convex" else 2 * depth
         self.embedding = RowEmbedding(vocabulary, width, math.sqrt(width))
         self.keep = 1 - 1 / (2 * depth)
         hidden = hidden or 4 * width
         blocks: list[nn.Module] = []
         for _ in range(depth):
-            dense = nn.Sequential(TokenShift(reach), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
-            blocks.append(ConvexResidual(L2Attention(width, heads, context), self.keep))
+            dense = nn.Sequential(
+                TokenShift(reach), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)
+            )
+            if attention == "convex":
+                blocks.append(ConvexAttention(width, heads=heads, window=context))
+            else:
+                blocks.append(ConvexResidual(L2Attention(width, heads, context), self.keep))
             blocks.append(ConvexResidual(dense, self.keep))
         self.body = nn.Sequential(Positions(context, width), *blocks, nn.Linear(width, vocabulary))
 
@@ -135,16 +155,16 @@ class LipschitzGPT(nn.Module):
     def radii(self, tolerance: float = 1e-3) -> dict[str, float]:
         """The radius of every linear layer by name: `√constant` for the head, the rest shared by the blocks.
 
-        Every block gets the gain `a = constant^(1/(4·depth))`, so that the product of all is `constant`; the tolerance of the
-        guard is taken off.
+        Every held block gets the gain `a = constant^(1/(2·held))`, so that the product of all is `constant`; the tolerance of
+        the guard is taken off.
         """
         if self.constant is None:
             raise InputError("this model was built without a constant: it has no radii")
-        a = self.constant ** (1 / (4 * self.depth))
+        a = self.constant ** (1 / (2 * self.held))
         inner = (a - self.keep) / (1 - self.keep)  # keep + (1 − keep)·inner = a
         if inner <= 0:
             raise InputError(
-                f"a constant of {self.constant} leaves nothing for the {2 * self.depth} blocks; take a larger one"
+                f"a constant of {self.constant} leaves nothing for the {self.held} blocks; take a larger one"
             )
         each = deflate(math.sqrt(inner) / (1 + tolerance) * (1 - 1e-6))
         head = deflate(math.sqrt(self.constant) / (1 + tolerance) * (1 - 1e-6))

@@ -29,7 +29,9 @@ class BasicBlock(nn.Module):
 
     expansion: ClassVar[int] = 1
 
-    def __init__(self, i: int, width: int, stride: int = 1, option: Literal["A", "B"] = "B") -> None:
+    def __init__(
+        self, i: int, width: int, stride: int = 1, option: Literal["A", "B"] = "B"
+    ) -> None:
         super().__init__()
         self.conv1, self.bn1 = _conv(i, width, 3, stride), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _conv(width, width), nn.BatchNorm2d(width)
@@ -44,7 +46,9 @@ class BasicBlock(nn.Module):
             x = self.downsample(x)
         elif self.stride != 1 or self.extra:
             before = self.extra // 2
-            x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.extra - before))
+            x = functional.pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.extra - before)
+            )
         return functional.relu(x + y)
 
 
@@ -79,7 +83,9 @@ class ResNet(nn.Module):
                  in_channels: int, width: int, stem: str, normalise: list[nn.Module]) -> None:  # fmt: skip
         super().__init__()
         if stem not in ("imagenet", "cifar"):
-            raise InputError(f"stem is 'imagenet' (7×7, stride 2, max pooling) or 'cifar' (3×3), got {stem!r}")
+            raise InputError(
+                f"stem is 'imagenet' (7×7, stride 2, max pooling) or 'cifar' (3×3), got {stem!r}"
+            )
         small = stem == "cifar"
         self.normalise = nn.Sequential(*normalise)
         self.conv1 = _conv(in_channels, width) if small else _conv(in_channels, width, 7, 2)
@@ -105,10 +111,14 @@ class ResNet(nn.Module):
 class CifarResNet(nn.Module):
     """The CIFAR ResNet of depth 6n + 2: three stages of n option-A blocks with 16, 32, 64 channels, dense head `linear`."""
 
-    def __init__(self, depth: int, num_classes: int, in_channels: int, width: int, normalise: list[nn.Module]) -> None:
+    def __init__(
+        self, depth: int, num_classes: int, in_channels: int, width: int, normalise: list[nn.Module]
+    ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise InputError(f"a CIFAR ResNet has depth 6n + 2 (8, 14, 20, …, 56, …, 110), got {depth}")
+            raise InputError(
+                f"a CIFAR ResNet has depth 6n + 2 (8, 14, 20, …, 56, …, 110), got {depth}"
+            )
         n = (depth - 2) // 6
         self.normalise = nn.Sequential(*normalise)
         self.conv1, self.bn1 = _conv(in_channels, width), nn.BatchNorm2d(width)
@@ -116,7 +126,10 @@ class CifarResNet(nn.Module):
         for stage in range(3):
             out = width * 2**stage
             first = BasicBlock(channels, out, 2 if stage else 1, "A")
-            self.add_module(f"layer{stage + 1}", nn.Sequential(first, *(BasicBlock(out, out) for _ in range(n - 1))))
+            self.add_module(
+                f"layer{stage + 1}",
+                nn.Sequential(first, *(BasicBlock(out, out) for _ in range(n - 1))),
+            )
             channels = out
         self.linear = nn.Linear(channels, num_classes)
 
@@ -256,8 +269,12 @@ class MixerBlock(nn.Module):
     def __init__(self, tokens: int, width: int, token_hidden: int, channel_hidden: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens = nn.Sequential(nn.Linear(tokens, token_hidden), nn.GELU(), nn.Linear(token_hidden, tokens))
-        self.channels = nn.Sequential(nn.Linear(width, channel_hidden), nn.GELU(), nn.Linear(channel_hidden, width))
+        self.tokens = nn.Sequential(
+            nn.Linear(tokens, token_hidden), nn.GELU(), nn.Linear(token_hidden, tokens)
+        )
+        self.channels = nn.Sequential(
+            nn.Linear(width, channel_hidden), nn.GELU(), nn.Linear(channel_hidden, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) → the same."""
@@ -268,10 +285,21 @@ class MixerBlock(nn.Module):
 class Mixer(nn.Module):
     """Patches, mixer blocks, layer norm, mean over tokens, dense head."""
 
-    def __init__(self, normalise: list[nn.Module], embed: nn.Module, blocks: list[nn.Module], width: int, out: int):
+    def __init__(
+        self,
+        normalise: list[nn.Module],
+        embed: nn.Module,
+        blocks: list[nn.Module],
+        width: int,
+        out: int,
+    ):
         super().__init__()
         self.normalise, self.embed = nn.Sequential(*normalise), embed
-        self.blocks, self.norm, self.head = nn.Sequential(*blocks), nn.LayerNorm(width), nn.Linear(width, out)
+        self.blocks, self.norm, self.head = (
+            nn.Sequential(*blocks),
+            nn.LayerNorm(width),
+            nn.Linear(width, out),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -302,17 +330,27 @@ def mlp_mixer(
     """
     height, columns = pair(input_size)
     if height % patch_size or columns % patch_size:
-        raise InputError(f"patches of {patch_size}×{patch_size} do not tile {height}×{columns} pixels")
+        raise InputError(
+            f"patches of {patch_size}×{patch_size} do not tile {height}×{columns} pixels"
+        )
     tokens = (height // patch_size) * (columns // patch_size)
     embed = nn.Conv2d(in_channels, width, patch_size, patch_size)
-    blocks: list[nn.Module] = [MixerBlock(tokens, width, token_hidden, channel_hidden) for _ in range(depth)]
+    blocks: list[nn.Module] = [
+        MixerBlock(tokens, width, token_hidden, channel_hidden) for _ in range(depth)
+    ]
     return Mixer(normalising(mean, std), embed, blocks, width, num_classes)
 
 
 class VGG(nn.Module):
     """`features` (3×3 convolutions with batch norm, 2×2 max pooling), mean pooling, `classifier`."""
 
-    def __init__(self, normalise: list[nn.Module], features: list[nn.Module], pool: int, classifier: list[nn.Module]):
+    def __init__(
+        self,
+        normalise: list[nn.Module],
+        features: list[nn.Module],
+        pool: int,
+        classifier: list[nn.Module],
+    ):
         super().__init__()
         self.normalise, self.features = nn.Sequential(*normalise), nn.Sequential(*features)
         self.pool, self.classifier = nn.AdaptiveAvgPool2d(pool), nn.Sequential(*classifier)
@@ -344,7 +382,9 @@ def vgg(
     if depth not in _VGG:
         raise InputError(f"a VGG has depth {' or '.join(map(str, _VGG))}, got {depth}")
     if min(pair(input_size)) < 32:
-        raise InputError(f"VGG halves the image five times: it needs at least 32×32 pixels, got {input_size}")
+        raise InputError(
+            f"VGG halves the image five times: it needs at least 32×32 pixels, got {input_size}"
+        )
     features: list[nn.Module] = []
     channels = in_channels
     for stage, count in enumerate(_VGG[depth]):

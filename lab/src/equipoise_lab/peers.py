@@ -48,7 +48,9 @@ class Peer:
                 f"the comparison methods take a 2-D weight (out, in, k1, k2), got shape {tuple(kernel.shape)}"
             )
         if kernel.is_complex():
-            raise InputError("the comparison methods take a real kernel; spectral_norm takes complex ones")
+            raise InputError(
+                "the comparison methods take a real kernel; spectral_norm takes complex ones"
+            )
         if not bool(kernel.any()):
             return Bound(0.0, Kind.EXACT, self.name, "zero kernel")
         sizes = (input_size,) * 2 if isinstance(input_size, int) else tuple(input_size)
@@ -82,7 +84,9 @@ def _circular(padding: PaddingMode, kind: Kind) -> Kind:
 def _svd(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     conv = _conv(kernel.double(), sizes, padding)
     if math.prod(conv.input_shape) > 20_000:
-        raise InputError(f"exact SVD materialises the operator; {math.prod(conv.input_shape)} inputs are too many")
+        raise InputError(
+            f"exact SVD materialises the operator; {math.prod(conv.input_shape)} inputs are too many"
+        )
     return Bound(float(torch.linalg.matrix_norm(materialise(conv), ord=2)), Kind.EXACT, "svd")
 
 
@@ -117,7 +121,9 @@ def _power_iteration(conv: Convolution, iterations: int) -> float:
     x = random_start(math.prod(shape), conv.weight).reshape(1, *shape)
     x = power_iteration(conv.apply, conv.adjoint().apply, unit(x), iterations).double()
     wide = conv.with_weight(conv.weight.double())
-    return float(torch.linalg.vector_norm(wide.apply(x)) / torch.linalg.vector_norm(x)) * (1 - 1e-12)
+    return float(torch.linalg.vector_norm(wide.apply(x)) / torch.linalg.vector_norm(x)) * (
+        1 - 1e-12
+    )
 
 
 def power_iterates(W: Tensor, iterations: int, start: Tensor | None = None) -> list[float]:
@@ -171,7 +177,10 @@ def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterat
     """Frobenius norm of the symbol on a grid of ten points per tap, with the cosine factor (1/(1 − α) in print is larger)."""
     symbol = Symbol.of(kernel[None], 1)
     grid = [10 * k for k in kernel.shape[2:]]
-    factor = math.prod(1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(kernel.shape[2:], grid, strict=True))
+    factor = math.prod(
+        1 / math.cos(math.pi * (k - 1) / (2 * n))
+        for k, n in zip(kernel.shape[2:], grid, strict=True)
+    )
     padded = torch.zeros(*kernel.shape[:2], *grid, dtype=torch.float64, device=kernel.device)
     padded[..., : kernel.shape[2], : kernel.shape[3]] = kernel
     squares = torch.fft.rfft2(padded).abs().square().sum((0, 1))

@@ -62,7 +62,9 @@ class Cloud:
         """‖B_kj‖₂ for every entry j, computed once."""
         if key not in self.lengths:
             squares = torch.zeros_like(self.centre)
-            for column in self.blocks[key]:  # row by row: one pass through memory, nothing allocated
+            for column in self.blocks[
+                key
+            ]:  # row by row: one pass through memory, nothing allocated
                 squares.addcmul_(column, column)
             found = squares.sqrt()
             small = squares < 1e-280  # squares may have vanished
@@ -152,7 +154,9 @@ def zonotope_bound(
             alone = all(n is before or uses[n] <= 0 for n in clouds) and uses[before] <= 0
             clouds[node] = _activation(state, call, step, clouds[before], alone)
             state.noise[node] = state.added[node] = (clouds[node].rho, clouds[node].tau)
-            if clouds[node].tau >= exp_up(boxes[node].log):  # the remainder alone is beyond what the layers give
+            if clouds[node].tau >= exp_up(
+                boxes[node].log
+            ):  # the remainder alone is beyond what the layers give
                 return math.inf, state
         else:
             clouds[node] = _affine(state, call, step, clouds)
@@ -169,7 +173,9 @@ def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
     for node in run.program.nodes:
         step = run.steps[node]
         call = run.call(node, cache)
-        if step.curve is not None and (not step.curve.everywhere or step.gains[0][0].shape != call.shape):
+        if step.curve is not None and (
+            not step.curve.everywhere or step.gains[0][0].shape != call.shape
+        ):
             return None  # centres are no values of the network: the slopes need not hold there
         if step.curve is None and not supported(call, step):
             return None
@@ -182,21 +188,30 @@ def _affine(state: Zonotope, call: Call, step: Step, clouds: dict[fx.Node, Cloud
     inputs = {s.node: clouds[s.node] for s, _ in step.gains}
     centre = apply(call, step, {n: c.centre for n, c in inputs.items()}, offset=True)
     keys = dict.fromkeys(k for c in inputs.values() for k in c.blocks)
-    blocks = {k: pushforward(call, step, {n: c.blocks.get(k) for n, c in inputs.items()}) for k in keys}
+    blocks = {
+        k: pushforward(call, step, {n: c.blocks.get(k) for n, c in inputs.items()}) for k in keys
+    }
     slack = apply(call, step, {n: c.slack for n, c in inputs.items()}, magnitude=True) * _WIDER
     own = (0.0, 0.0)
     g = roundoff(step)
     if g > 0:
         sizes = {n: c.centre.abs() + state.half(c) for n, c in inputs.items()}
         fresh = 2 * g * apply(call, step, sizes, offset=True, magnitude=True) + _TINY
-        moved = 2 * g * apply(call, step, {n: state.reach(c) for n, c in inputs.items()}, magnitude=True) + _TINY
+        moved = (
+            2
+            * g
+            * apply(call, step, {n: state.reach(c) for n, c in inputs.items()}, magnitude=True)
+            + _TINY
+        )
         slack = inflate(slack + fresh)
         own = (_size(fresh), _size(moved))
     rho, tau = _remainder(state, call.node, step, own)
     return Cloud(centre, blocks, slack.clamp_max(rho), rho, tau)
 
 
-def _remainder(state: Zonotope, node: fx.Node, step: Step, own: tuple[float, float]) -> tuple[float, float]:
+def _remainder(
+    state: Zonotope, node: fx.Node, step: Step, own: tuple[float, float]
+) -> tuple[float, float]:
     """ℓ2 size of the remainder after an affine node: by its gains, or by the norm of the whole linear run that ends here.
 
     The run's norm carries what came from its base; what was added on the way is carried by gains.
@@ -207,11 +222,17 @@ def _remainder(state: Zonotope, node: fx.Node, step: Step, own: tuple[float, flo
     if facts.form is not None and not direct and not isinstance(facts.form, Diagonal | Padding):
         fused = float(bracket(facts.form, state.cache).upper)
     for i in range(2):
-        plain = inflate(_combined(step, [gain * state.noise[s.node][i] for s, gain in step.gains]) + own[i])
-        carried = [gain * state.added[s.node][i] for s, gain in step.gains if s.node is not facts.base]
+        plain = inflate(
+            _combined(step, [gain * state.noise[s.node][i] for s, gain in step.gains]) + own[i]
+        )
+        carried = [
+            gain * state.added[s.node][i] for s, gain in step.gains if s.node is not facts.base
+        ]
         added.append(inflate(_combined(step, carried) + own[i]))
         base = 0.0 if facts.base is None else state.noise[facts.base][i]
-        found.append(min(plain, math.inf if math.isinf(fused) else inflate(fused * base + added[i])))
+        found.append(
+            min(plain, math.inf if math.isinf(fused) else inflate(fused * base + added[i]))
+        )
     state.added[node] = (added[0], added[1])
     state.noise[node] = (found[0], found[1])
     return state.noise[node]
@@ -277,13 +298,19 @@ def _relu(c: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low, high = c - h, c + h
     low, high = low - 4 * _U * (c.abs() + h), high + 4 * _U * (c.abs() + h)
     open_ = (low < 0) & (high > 0)
-    slope = torch.where(open_, high / (high - low).clamp_min(1e-300), (low >= 0).double()).clamp(0, 1)
-    m = torch.where(open_, torch.maximum((1 - slope) * high, -slope * low) / 2, torch.zeros_like(c)) * (1 + 1e-12)
+    slope = torch.where(open_, high / (high - low).clamp_min(1e-300), (low >= 0).double()).clamp(
+        0, 1
+    )
+    m = torch.where(
+        open_, torch.maximum((1 - slope) * high, -slope * low) / 2, torch.zeros_like(c)
+    ) * (1 + 1e-12)
     width = torch.where(open_, torch.maximum(slope, 1 - slope), torch.zeros_like(c)) * (1 + 1e-12)
     return slope, slope * c + m, m, width
 
 
-def _restart(state: Zonotope, node: fx.Node, cloud: Cloud, c: Tensor, h: Tensor, known: float) -> Cloud:
+def _restart(
+    state: Zonotope, node: fx.Node, cloud: Cloud, c: Tensor, h: Tensor, known: float
+) -> Cloud:
     """A ReLU that everything passes through: forget where its entries came from, one symbol per entry that moves."""
     lip = min(inflate(state.norm(cloud, torch.arange(c.numel())) + cloud.tau), known)
     low, high = (c - h).clamp_min(0), (c + h).clamp_min(0)
@@ -311,7 +338,9 @@ def _joint(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float]) -> float:
     return inflate(top * math.hypot(*(lip[k] / math.sqrt(weights[k]) for k in parts))) * _WIDER
 
 
-def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: int = 4) -> dict[fx.Node, float]:
+def _weights(
+    parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: int = 4
+) -> dict[fx.Node, float]:
     """α_k near the best (any is sound): `L_k/‖B_k v‖` with v the top vector of the weighted sum, damped."""
 
     def top(weights: dict[fx.Node, float], v: Tensor, steps: int) -> tuple[float, Tensor]:
@@ -378,7 +407,9 @@ def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None])
     nodes = list(blocks)
     given = {n: t for n, t in blocks.items() if t is not None}
     shapes = {s.node: s.shape for s, _ in step.gains}
-    absent = {n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given}
+    absent = {
+        n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given
+    }
     if isinstance(step.map, Pieces) or (isinstance(step.map, Copy) and step.map.same):
         return given[nodes[0]]
 

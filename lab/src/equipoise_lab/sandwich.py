@@ -32,7 +32,13 @@ from equipoise.nn import Lipschitz, SRLinear
 from equipoise.nn.activations import unit_slopes
 from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.orthogonal.cayley import blocks, cayley, skew_and_identity
-from equipoise.nn.orthogonal.frequency import FrequencyConv2d, capped, filtered, isometry_bound, symbol
+from equipoise.nn.orthogonal.frequency import (
+    FrequencyConv2d,
+    capped,
+    filtered,
+    isometry_bound,
+    symbol,
+)
 from equipoise.nn.orthogonal.polar import project_to_contraction
 from equipoise.nn.parametrize import ComputedLayer, Tensors
 
@@ -243,4 +249,7 @@ def sandwich_mlp(
     height, width = pair(input_size)
     sizes = [in_channels * height * width, *widths]
     layers = [SandwichLinear(a, b) for a, b in pairwise(sizes)]
-    return Lipschitz(constant, nn.Sequential(nn.Flatten(), *layers, SRLinear(sizes[-1], num_classes, side="input")))
+    return Lipschitz(
+        constant,
+        nn.Sequential(nn.Flatten(), *layers, SRLinear(sizes[-1], num_classes, side="input")),
+    )

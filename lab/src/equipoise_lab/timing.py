@@ -37,7 +37,9 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def take_turns(
-    contestants: Mapping[str, Callable[[], Any]], repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+    contestants: Mapping[str, Callable[[], Any]],
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Contest:
     """Run every contestant once per round, in an order that alternates, and take medians over the rounds.
 

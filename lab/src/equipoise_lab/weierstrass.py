@@ -49,7 +49,9 @@ def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     >>> round(gap(optimal_sigma(2.0), 2.0), 4)
     0.4202
     """
-    return min(as_upper(lipschitz), range_bound(sigma, mass=mass)) - component_bound(sigma, lipschitz, mass=mass)
+    return min(as_upper(lipschitz), range_bound(sigma, mass=mass)) - component_bound(
+        sigma, lipschitz, mass=mass
+    )
 
 
 def radius_weak(
@@ -148,7 +150,13 @@ class Estimate:
 
 
 def smooth_value(
-    function: Callable[[Tensor], Tensor], x: Tensor, sigma: float, n: int, *, alpha: float = 1e-3, seed: int = 0
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    sigma: float,
+    n: int,
+    *,
+    alpha: float = 1e-3,
+    seed: int = 0,
 ) -> Estimate:
     """Monte-Carlo estimate of `F̃(x)` for F with values in [0, 1], with Hoeffding's two-sided interval per entry.
 
@@ -168,7 +176,13 @@ def smooth_value(
 
 
 def smooth_gradient(
-    function: Callable[[Tensor], Tensor], x: Tensor, sigma: float, n: int, *, alpha: float = 1e-3, seed: int = 0
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    sigma: float,
+    n: int,
+    *,
+    alpha: float = 1e-3,
+    seed: int = 0,
 ) -> Estimate:
     """Stein's lemma: `∇F̃(x) = E[δ·F(x + δ)]/σ²` for a scalar F with values in [0, 1], no derivative of F needed.
 

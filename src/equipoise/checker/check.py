@@ -108,16 +108,23 @@ def read_bundle(folder):
     for path in Path(folder).iterdir():
         if path.name in ("certificate.json", "weights.safetensors", "inputs.safetensors"):
             require(
-                path.is_file() and path.stat().st_size <= MAX_BYTES, f"{path.name} is no regular file, or too large"
+                path.is_file() and path.stat().st_size <= MAX_BYTES,
+                f"{path.name} is no regular file, or too large",
             )
             contents[path.name] = path.read_bytes()
     require("certificate.json" in contents, "certificate.json is missing")
     document = read_json(contents["certificate.json"])
-    require(document["format"] == "equipoise-bundle" and document["version"] == 1, "not a bundle of version 1")
+    require(
+        document["format"] == "equipoise-bundle" and document["version"] == 1,
+        "not a bundle of version 1",
+    )
     files = {}
     for name, digest in document["digests"].items():
         require(name in contents, f"{name} is missing")
-        require(hashlib.sha256(contents[name]).hexdigest() == digest, f"{name} has another digest than the certificate")
+        require(
+            hashlib.sha256(contents[name]).hexdigest() == digest,
+            f"{name} has another digest than the certificate",
+        )
         files[name] = read_tensors(contents[name])
     return document, files
 
@@ -243,7 +250,9 @@ class Network:
 
     def __init__(self, document, tensors):
         self.nodes = document["nodes"]
-        require(type(self.nodes) is list and 0 < len(self.nodes) <= MAX_NODES, "no nodes, or too many")
+        require(
+            type(self.nodes) is list and 0 < len(self.nodes) <= MAX_NODES, "no nodes, or too many"
+        )
         names = {"input", *[node["name"] for node in self.nodes]}
         require(len(names) == len(self.nodes) + 1, "a node's name occurs twice")
         self.shape = integers(document["input_shape"], len(document["input_shape"]), 1, MAX_ENTRIES)
@@ -266,10 +275,16 @@ class Network:
         """
         values = {"input": Value(x, np.stack([U * norm(x), np.zeros(len(x))]), 1.0)}
         for node in self.nodes:
-            require(node["op"] in OPERATIONS, f"unknown operation {node['op']!r}; check_layers.py knows more")
+            require(
+                node["op"] in OPERATIONS,
+                f"unknown operation {node['op']!r}; check_layers.py knows more",
+            )
             inputs = [values[name] for name in node["inputs"]]
             step = OPERATIONS[node["op"]](self, node, *[value.x for value in inputs])
-            require(len(step.y) == len(x) and 0 < step.y.size <= MAX_ENTRIES, f"{node['name']}: impossible size")
+            require(
+                len(step.y) == len(x) and 0 < step.y.size <= MAX_ENTRIES,
+                f"{node['name']}: impossible size",
+            )
             error = sum(value.error for value in inputs)
             constant = sum(value.constant for value in inputs)
 
@@ -280,7 +295,9 @@ class Network:
             rounding = gamma(step.terms, self.units) * sizes
             error = (step.factor * error + rounding) * SLACK + UNDERFLOW
             value = Value(step.y, error, step.factor * constant * SLACK)
-            require(np.isfinite(step.y).all() and value.constant < 1e200, f"{node['name']}: overflow")
+            require(
+                np.isfinite(step.y).all() and value.constant < 1e200, f"{node['name']}: overflow"
+            )
             self.largest = max(self.largest, step.y[0].size)
             values[node["name"]] = value
         return value
@@ -324,14 +341,25 @@ def read_inputs(network, inputs, claim):
     x = inputs["x"]
     labels = inputs["labels"]
     radii = inputs[claim["radii"]]
-    require(labels.dtype == np.int64 and labels.shape == (len(x),), "expected a whole number as label of every input")
-    require(radii.dtype == np.float64 and radii.shape == (len(x),), "expected a radius in float64 for every input")
+    require(
+        labels.dtype == np.int64 and labels.shape == (len(x),),
+        "expected a whole number as label of every input",
+    )
+    require(
+        radii.dtype == np.float64 and radii.shape == (len(x),),
+        "expected a radius in float64 for every input",
+    )
     require((radii >= 0).all() and (radii < 1e100).all(), "a radius is negative or too large")
-    require(list(x.shape[1:]) == network.shape, "the inputs have another shape than the network takes")
+    require(
+        list(x.shape[1:]) == network.shape, "the inputs have another shape than the network takes"
+    )
     sentences = []
     for epsilon, count in claim["certified"].items():
         distance = number(float(epsilon))
-        require(integer(count, 0) <= (radii >= distance).sum(), f"fewer inputs are certified at {distance}")
+        require(
+            integer(count, 0) <= (radii >= distance).sum(),
+            f"fewer inputs are certified at {distance}",
+        )
         sentences.append(f"{count} inputs keep their label within l2 distance {distance}")
     return x, labels, radii, sentences
 
@@ -359,7 +387,10 @@ def check_radii(network, inputs, claim):
 
 def check_lipschitz(network, inputs, claim):
     """Prove a Lipschitz constant of the whole network."""
-    require(network.constant <= number(claim), f"the network is proved {network.constant!r}-Lipschitz only")
+    require(
+        network.constant <= number(claim),
+        f"the network is proved {network.constant!r}-Lipschitz only",
+    )
     return [f"Lipschitz constant at most {claim} in the l2 norm"]
 
 

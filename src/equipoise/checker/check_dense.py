@@ -79,7 +79,9 @@ def dense_layers(network):
         expected = "relu" if op == "linear" else "linear"
         if op == "linear":
             weight = network.tensor(node, "weight")
-            bias = network.tensor(node, "bias") if "bias" in node["weights"] else np.zeros(len(weight))
+            bias = (
+                network.tensor(node, "bias") if "bias" in node["weights"] else np.zeros(len(weight))
+            )
             require(bias.shape == (len(weight),), f"{previous}: a bias of another size")
             layers.append((weight, bias))
     require(expected == "relu", "expected a dense layer at the end")
@@ -111,7 +113,9 @@ class Ball:
             moved = absolute @ self.moved[-1] * WIDER if k else norm(weight)
             self.moved.append(moved)
             self.spread.append(self.unit(k) * (absolute @ size + np.abs(bias)) + TINY)
-            slip = (absolute @ slip + self.unit(k) * (absolute @ np.abs(value) + np.abs(bias))) * WIDER + TINY
+            slip = (
+                absolute @ slip + self.unit(k) * (absolute @ np.abs(value) + np.abs(bias))
+            ) * WIDER + TINY
             value = weight @ value + bias
             self.slip.append(slip)
             self.centre.append(value)
@@ -143,7 +147,13 @@ class Ball:
         reach = self.radius * norm(rows) * WIDER
         value = rows @ self.x + constant
         error = error + gamma(len(self.x) + 16) * (np.abs(rows) @ np.abs(self.x))
-        return value - reach - error * WIDER - 8 * U * (np.abs(constant) + np.abs(value) + reach) - TINY
+        return (
+            value
+            - reach
+            - error * WIDER
+            - 8 * U * (np.abs(constant) + np.abs(value) + reach)
+            - TINY
+        )
 
     def lines(self, k):
         """Slopes of the lines below and above a ReLU on its range; the upper line has an offset."""
@@ -209,7 +219,9 @@ class Ball:
             return
         C, D, slack, switching = self.maps(margins)
         sigma = np.sqrt(multipliers[switching])
-        require((sigma > 1e-100).all() and (sigma < 1e100).all(), "multipliers must be positive numbers")
+        require(
+            (sigma > 1e-100).all() and (sigma < 1e100).all(), "multipliers must be positive numbers"
+        )
         L = (1 - 1e-9) / self.radius
         scale = np.concatenate([sigma, np.full(len(margins), L)])
         R = np.concatenate([C, D * sigma], axis=1) / scale[:, None]
@@ -226,7 +238,9 @@ def check_local(network, inputs, claim):
         try:
             Ball(layers, image, radii[index]).check(labels[index], inputs["multipliers"][index])
         except Rejected as error:
-            raise Rejected(f"input {index}: the radius {radii[index]} is not proved: {error}") from None
+            raise Rejected(
+                f"input {index}: the radius {radii[index]} is not proved: {error}"
+            ) from None
     return [f"{sentence}, by local bounds" for sentence in sentences]
 
 
@@ -263,7 +277,9 @@ def check_norm(weight, s):
 
     # everything times the common denominator of s², W and L
     square = Fraction(s) ** 2
-    rest = -whole.dot(whole.T) * (square.denominator * unit**2) - witness.dot(witness.T) * (square.denominator * 4**e)
+    rest = -whole.dot(whole.T) * (square.denominator * unit**2) - witness.dot(witness.T) * (
+        square.denominator * 4**e
+    )
     rest[np.diag_indices(n)] += square.numerator * unit**2 * 4**e
     diagonal = rest.diagonal()
     others = np.abs(rest).sum(axis=1) - np.abs(diagonal)
@@ -287,7 +303,10 @@ def check_exact(folder):
     document, files = read_bundle(folder)
     network = Network(document, files["weights.safetensors"])
     claims = document["claims"]
-    require(set(claims) == {"lipschitz", "radii"}, "exact checks are for bundles with a constant and radii")
+    require(
+        set(claims) == {"lipschitz", "radii"},
+        "exact checks are for bundles with a constant and radii",
+    )
     require("deployed" not in claims["radii"], "exact checks are not for deployed networks")
     layers = []
     constant = Fraction(1)
@@ -297,7 +316,9 @@ def check_exact(folder):
         trunk = constant
         constant *= Fraction(s)
         layers.append((*integers_of(weight), *integers_of(bias)))
-    require(constant <= Fraction(number(claims["lipschitz"])), "the Lipschitz constant is not proved")
+    require(
+        constant <= Fraction(number(claims["lipschitz"])), "the Lipschitz constant is not proved"
+    )
 
     x, labels, radii, sentences = read_inputs(network, files["inputs.safetensors"], claims["radii"])
     divisor = integer(claims["radii"]["divisor"])

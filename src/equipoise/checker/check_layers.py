@@ -85,14 +85,20 @@ class Layer:
     def pad(self, x, value):
         """Padded images, the batch as the last axis."""
         require(x.shape[1] == self.channels, "a layer takes another number of channels")
-        require(math.prod(self.padded) * self.channels * len(x) <= MAX_ENTRIES, "a padded image is too large")
+        require(
+            math.prod(self.padded) * self.channels * len(x) <= MAX_ENTRIES,
+            "a padded image is too large",
+        )
         widths = [(0, 0), *[(p, p) for p in self.padding], (0, 0)]
         return np.pad(np.moveaxis(x, 0, -1), widths, constant_values=value)
 
     def apply(self, x, weight):
         """The layer with this weight, its own or that in absolute values, without bias."""
         outputs = self.groups * weight.shape[1]
-        require(math.prod(self.positions) * outputs * len(x) <= MAX_ENTRIES, "the outputs of a layer are too large")
+        require(
+            math.prod(self.positions) * outputs * len(x) <= MAX_ENTRIES,
+            "the outputs of a layer are too large",
+        )
         image = self.pad(x, 0)
         result = 0.0
         for tap in np.ndindex(*self.kernel):
@@ -139,7 +145,10 @@ def check_convolution(layer, kernel, s):
             s = s * math.sqrt(math.cos(math.pi * degree / coarse)) / SLACK
         grid.append(points)
     aliases = math.prod(layer.stride)
-    require(math.prod(grid) * aliases <= 2**22 and aliases <= 2**12, "a convolution needs too many frequencies")
+    require(
+        math.prod(grid) * aliases <= 2**22 and aliases <= 2**12,
+        "a convolution needs too many frequencies",
+    )
 
     # without a stride, `MM*` may be replaced by the smaller `M*M`
     flat = kernel.reshape(*kernel.shape[:2], -1)
@@ -207,7 +216,13 @@ def residual(network, node, x):
     returned = layer.scale * (norm(hidden) + 0.01 * inner.size) + norm(back)
     size = norm(x) + (1 + h * s) * inner.size + h * returned
     reach = 1 + layer.scale + 4 * h * max(layer.scale, s) ** 2
-    return Step(x - h * back, max(1.0, h * s * s * SLACK - 1), 2 * layer.fan + 8, size * SLACK, reach * SLACK)
+    return Step(
+        x - h * back,
+        max(1.0, h * s * s * SLACK - 1),
+        2 * layer.fan + 8,
+        size * SLACK,
+        reach * SLACK,
+    )
 
 
 def shift(network, node, x):
@@ -274,7 +289,10 @@ def pool(network, node, x):
 def gather(network, node, x):
     """Entries are moved, left out or repeated: y[i] = x[index[i]], or 0 where the index is −1."""
     index = network.tensors[node["weights"]["index"]]
-    require(index.dtype == np.int64 and index.size <= MAX_ENTRIES // len(x), "expected places, as whole numbers")
+    require(
+        index.dtype == np.int64 and index.size <= MAX_ENTRIES // len(x),
+        "expected places, as whole numbers",
+    )
     repeated = np.bincount(index.ravel() + 1)[1:].max()
     flat = np.concatenate([x.reshape(len(x), -1), np.zeros((len(x), 1))], axis=1)
     return Step(flat[:, index], math.sqrt(repeated) * SLACK)

@@ -118,7 +118,10 @@ def check_bounds(claim, row):
     q = Decimal(number(row["q"], 0, 1))
     # no rival is more probable than all together
     if q < 1 - p:
-        require(binomial_tail(n, n - row["rival"], 1 - q)[1] <= (1 - share) * alpha, "q is not a confidence bound")
+        require(
+            binomial_tail(n, n - row["rival"], 1 - q)[1] <= (1 - share) * alpha,
+            "q is not a confidence bound",
+        )
     return quantile(p, 1 - p) + quantile(1 - q, q)
 
 
@@ -155,7 +158,10 @@ def check_joint(claim, row):
         many = binomial_tail(n, k, normal_cdf(b)[1])[1]
         if min(few, many) <= IMPOSSIBLE:
             continue
-        require((weight * own(b) + other * rival(a)) / ROUND_UP >= needed, "a cell of the joint test is not rejected")
+        require(
+            (weight * own(b) + other * rival(a)) / ROUND_UP >= needed,
+            "a cell of the joint test is not rejected",
+        )
     return gap
 
 
@@ -174,7 +180,8 @@ def check_smoothing(network, inputs, claim):
         gap = PROCEDURES[row["procedure"]](claim, row)
         radius = Decimal(number(row["radius"], 0))
         require(
-            2 * radius * ROUND_UP <= sigma * gap, f"row {index}: the radius {radius} does not follow from the counts"
+            2 * radius * ROUND_UP <= sigma * gap,
+            f"row {index}: the radius {radius} does not follow from the counts",
         )
     return [f"{len(claim['rows'])} radii of randomized smoothing follow from their counts"]
 

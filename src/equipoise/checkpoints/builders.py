@@ -48,7 +48,9 @@ def register_model(name: str, builder: Builder) -> None:
     True
     """
     if not _NAME.match(name):
-        raise InputError(f"a model's name is letters, digits, '_', '.' and '-', at most 100 of them, got {name!r}")
+        raise InputError(
+            f"a model's name is letters, digits, '_', '.' and '-', at most 100 of them, got {name!r}"
+        )
     _ADDED[name] = builder
 
 
@@ -108,14 +110,20 @@ def check_arguments(arguments: Any, where: str, most: int = _INTEGER) -> dict[st
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
-        raise InputError(f"{where}: arguments must be an object of names and values, got {type(arguments).__name__}")
+        raise InputError(
+            f"{where}: arguments must be an object of names and values, got {type(arguments).__name__}"
+        )
     for key, value in arguments.items():
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("__"):
             raise InputError(f"{where}: {str(key)[:60]!r} is no name of an argument")
         leaves = pytree.tree_leaves(value)
         plain = len(leaves) <= _LENGTH
         for leaf in leaves:
-            size, limit = (len(leaf), _TEXT) if isinstance(leaf, str) else (abs(leaf or 0), min(most, _INTEGER))
+            size, limit = (
+                (len(leaf), _TEXT)
+                if isinstance(leaf, str)
+                else (abs(leaf or 0), min(most, _INTEGER))
+            )
             plain = plain and size <= limit  # NaN is not
         if not plain:
             raise Refused(
@@ -140,7 +148,9 @@ class Budget(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.calls -= 1
-        new = not flat_tensors(args) and any(argument.name == "device" for argument in func._schema.arguments)
+        new = not flat_tensors(args) and any(
+            argument.name == "device" for argument in func._schema.arguments
+        )
         if new:  # made without memory first, to know its size
             self.elements -= func(*args, **{**kwargs, "device": "meta"}).numel()
         if self.elements < 0 or self.calls < 0:

@@ -58,8 +58,16 @@ def save_checkpoint(
             f"{factory!r} is no registered model, so no checkpoint could name it: register it "
             "(equipoise.checkpoints.register_model, or an entry point), or keep the weights alone"
         )
-    config = {"factory": factory, "arguments": dict(arguments or {}), "input_shape": input_shape, **(extra or {})}
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    config = {
+        "factory": factory,
+        "arguments": dict(arguments or {}),
+        "input_shape": input_shape,
+        **(extra or {}),
+    }
+    state = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in model.state_dict().items()
+    }
     make_folder(folder)
     weights = save(state)
     config["weights"] = digest_bytes(weights)
@@ -82,7 +90,9 @@ class Config(Document):
     model_config = ConfigDict(extra="allow")
     factory: str = Field(max_length=200)
     arguments: dict[str, Any] | None = None
-    input_shape: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] | None = Field(None, min_length=1, max_length=8)
+    input_shape: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] | None = Field(
+        None, min_length=1, max_length=8
+    )
     weights: str | None = None
 
 
@@ -128,7 +138,9 @@ def read_weights(path: Path, digest: str | None = None) -> dict[str, torch.Tenso
         digest: of its content, where it is known.
     """
     if digest is not None and digest != digest_bytes(read_bounded(path, LARGEST_WEIGHTS)):
-        raise InputError(f"{path} is not the file that its config.json was written with (the digest does not fit)")
+        raise InputError(
+            f"{path} is not the file that its config.json was written with (the digest does not fit)"
+        )
     with open_weights(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
 
@@ -145,7 +157,9 @@ def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.
     """
     for name, value in model.state_dict().items():
         stored = state.get(name, value)
-        if value.is_floating_point() and (not stored.is_floating_point() or stored.element_size() == 1):
+        if value.is_floating_point() and (
+            not stored.is_floating_point() or stored.element_size() == 1
+        ):
             raise Refused(
                 f"{path} stores {name} as {stored.dtype}: quantised weights are not read, store them as float32"
             )
@@ -158,5 +172,7 @@ def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.
     for what, names in (("missing", missing), ("unknown", extra)):
         names = [name for name in names if not name.endswith("num_batches_tracked")]
         if names:
-            raise InputError(f"the weights of {path} do not fit the model: {len(names)} {what} (first: {names[0]})")
+            raise InputError(
+                f"the weights of {path} do not fit the model: {len(names)} {what} (first: {names[0]})"
+            )
     return model.eval()

@@ -21,7 +21,13 @@ from equipoise.core.errors import InputError, Refused, unlogged
 from equipoise.core.files import guarded, open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
-_FAMILIES = {"resnet": "ResNet", "vit": "ViT", "deit": "DeiT", "swin": "Swin", "convnext": "ConvNext"}
+_FAMILIES = {
+    "resnet": "ResNet",
+    "vit": "ViT",
+    "deit": "DeiT",
+    "swin": "Swin",
+    "convnext": "ConvNext",
+}
 #: fields that would bring other code or other weights than the file in the folder
 _FOREIGN = ("auto_map", "quantization_config")
 #: fields that only say how the model was trained or is run
@@ -47,10 +53,16 @@ class Pixels(nn.Module):
 
 def is_hugging_face(config: Any) -> bool:
     """Whether a `config.json` is one of transformers' (or timm's), and not one of ours."""
-    return isinstance(config, dict) and "factory" not in config and ("model_type" in config or "architecture" in config)
+    return (
+        isinstance(config, dict)
+        and "factory" not in config
+        and ("model_type" in config or "architecture" in config)
+    )
 
 
-def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
+def load_hugging_face(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[int, ...] | None]:
     """The image classifier of a directory in evaluation mode, and the shape of one input if the config says it.
 
     Args:
@@ -75,17 +87,23 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
         )
     for key in _FOREIGN:
         if config.get(key):
-            raise Refused(f"{where} asks for code in the folder or quantised weights ({key}): export it: {_EXPORT}")
+            raise Refused(
+                f"{where} asks for code in the folder or quantised weights ({key}): export it: {_EXPORT}"
+            )
 
     numbers, tensors = _count(folder)
     settings_class, builder = getattr(transformers, f"{family}Config"), getattr(transformers, name)
-    fields = {key for key in settings_class().to_dict() if key not in _IGNORED and not key.startswith("_")}
+    fields = {
+        key for key in settings_class().to_dict() if key not in _IGNORED and not key.startswith("_")
+    }
     arguments = {key: value for key, value in config.items() if key in fields | {"num_labels"}}
     labels = config.get("id2label")
     if isinstance(labels, dict):
         arguments["num_labels"] = len(labels)
     arguments = check_arguments(arguments, where, max(numbers, _LARGEST))
-    settings = guarded(lambda: settings_class(**arguments, attn_implementation="eager"), f"{where}: this config")
+    settings = guarded(
+        lambda: settings_class(**arguments, attn_implementation="eager"), f"{where}: this config"
+    )
 
     with (
         torch.device("meta"),
@@ -116,7 +134,9 @@ def _count(folder: Path) -> tuple[int, int]:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         for name, tensor in tensors.items():
             if tensor.get_dtype().startswith(("I8", "U8", "F8")):
-                raise Refused(f"{folder} stores {name[:80]} in 8 bits: quantised weights are not read")
+                raise Refused(
+                    f"{folder} stores {name[:80]} in 8 bits: quantised weights are not read"
+                )
         return sum(math.prod(tensor.get_shape()) for tensor in tensors.values()), len(tensors)
 
 
@@ -134,7 +154,9 @@ def _load(builder: Any, settings: Any, folder: Path) -> nn.Module:
     )
     with unlogged():
         model, info = guarded(load, f"{folder}: loading the weights")
-    wrong = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]]
+    wrong = [
+        key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]
+    ]
     if wrong:
         raise InputError(
             f"the weights of {folder} do not fit the model: {len(wrong)} names or shapes (first: {wrong[0]})"

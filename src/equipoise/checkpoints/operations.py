@@ -81,7 +81,9 @@ def find_operation(target: str) -> torch._ops.OpOverload:
     call = getattr(getattr(torch.ops.aten, operation, None), overload, None)
     if not isinstance(call, torch._ops.OpOverload):
         raise Refused(f"it calls {target!r}, which is not an operation of this PyTorch")
-    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in call._schema.returns):
+    if not all(
+        str(returned.type) in ("Tensor", "List[Tensor]") for returned in call._schema.returns
+    ):
         raise Refused(f"it calls {target!r}, which does not give tensors")
     return call
 
@@ -98,10 +100,14 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
     names = [argument.name for argument in target._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     for argument in target._schema.arguments:
-        kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        kind = _ENUMERATIONS.get(
+            str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+        )
         value = values.get(argument.name)
         if kind is not None and value is not None and not isinstance(value, kind):
-            raise Refused(f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}")
+            raise Refused(
+                f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}"
+            )
 
     tensors = flat_tensors((args, kwargs))
     if any(str(returned.type) == "List[Tensor]" for returned in target._schema.returns):
@@ -111,7 +117,9 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
             raise Refused(f"{operation} may make more than {_LONGEST_SPLIT:,} tensors")
 
     if operation in _UNROLLED and max(tensors[0].shape[:-1], default=0) > _LONGEST_SEQUENCE:
-        raise Refused(f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file")
+        raise Refused(
+            f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file"
+        )
 
     if "upsample" in operation:
         _check_scales(operation, values)
@@ -119,19 +127,31 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
     # two kernels that read as far as one of their arguments says
     if "attention" in operation and values["key"].shape[:-1] != values["value"].shape[:-1]:
         raise Refused(f"{operation} has keys and values of different lengths")
-    if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
-        raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
+    if (
+        operation == "_weight_norm"
+        and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]
+    ):
+        raise Refused(
+            f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}"
+        )
 
 
 def _check_scales(operation: str, bound: dict[str, Any]) -> None:
     """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
     lengths = next(iter(bound.values())).shape
     size = bound.get("output_size")
-    scales = bound.get("scale_factors") or [value for key, value in bound.items() if key.startswith("scales")]
+    scales = bound.get("scale_factors") or [
+        value for key, value in bound.items() if key.startswith("scales")
+    ]
     for place, scale in enumerate(scales):
         if scale is None:
             continue
         length = lengths[place - len(scales)]
         wanted = size[place] if size else max(1, math.floor(length * scale))
-        if not (math.isfinite(scale) and scale > 0) or abs(length * scale - wanted) > 1 + 1e-3 * wanted:
-            raise Refused(f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together")
+        if (
+            not (math.isfinite(scale) and scale > 0)
+            or abs(length * scale - wanted) > 1 + 1e-3 * wanted
+        ):
+            raise Refused(
+                f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together"
+            )

@@ -78,7 +78,10 @@ _SIZES: dict[str, Callable[..., Any]] = {
     "torch.ops.aten.sym_numel.default": Tensor.numel,
     "torch.ops.aten.sym_stride.int": Tensor.stride,
 }
-_ASSERTIONS = ("torch.ops.aten._assert_scalar.default", "torch.ops.aten._assert_tensor_metadata.default")
+_ASSERTIONS = (
+    "torch.ops.aten._assert_scalar.default",
+    "torch.ops.aten._assert_tensor_metadata.default",
+)
 #: inputs of a graph that a file brings along
 _STORED_INPUTS = {
     "parameter": InputKind.PARAMETER,
@@ -116,7 +119,9 @@ def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str
         raise type(error)(f"{path}: {error}") from error
     except Exception as error:  # whatever operations raise that do not fit together
         reason = f"{type(error).__name__}: {one_line(error)[:160]}"
-        raise InputError(f"{path} is not a program this PyTorch can read ({reason}); export it again") from error
+        raise InputError(
+            f"{path} is not a program this PyTorch can read ({reason}); export it again"
+        ) from error
 
 
 def _read(data: bytes, batch: int) -> tuple[ExportedProgram, str]:
@@ -133,7 +138,10 @@ def _read(data: bytes, batch: int) -> tuple[ExportedProgram, str]:
     graph = document["graph_module"]["graph"]
     calls = [(node["target"], node["inputs"], node["outputs"]) for node in graph["nodes"]]
     digest = Digest("stored program")
-    digest.add("graph", digest_document([calls, graph["tensor_values"], document["graph_module"]["signature"]]))
+    digest.add(
+        "graph",
+        digest_document([calls, graph["tensor_values"], document["graph_module"]["signature"]]),
+    )
     for key, value in sorted(weights.items()):
         digest.add(key, value)
     return program, str(digest)
@@ -150,11 +158,17 @@ def _entries(data: bytes) -> dict[str, bytes]:
         for info in archive.infolist():
             entry = info.filename.partition("/")[2]
             if entry in entries:
-                raise Refused(f"it holds the entry {entry[:100]!r} twice: two readers would see two different files")
+                raise Refused(
+                    f"it holds the entry {entry[:100]!r} twice: two readers would see two different files"
+                )
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise Refused(f"it holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
+                raise Refused(
+                    f"it holds {entry[:100]!r} compressed, which PyTorch never does; export it again"
+                )
             if info.file_size > len(data):
-                raise Refused(f"it holds {entry[:100]!r}, which declares more bytes than the whole file has")
+                raise Refused(
+                    f"it holds {entry[:100]!r}, which declares more bytes than the whole file has"
+                )
             entries[entry] = archive.read(info)
     except EquipoiseError:
         raise
@@ -163,13 +177,17 @@ def _entries(data: bytes) -> dict[str, bytes]:
 
     for entry, expected in (("archive_format", b"pt2"), ("byteorder", b"little")):
         if entries.get(entry) != expected:
-            raise InputError(f"it says {entries.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
+            raise InputError(
+                f"it says {entries.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}"
+            )
     return entries
 
 
 def _document(entries: dict[str, bytes], entry: str) -> Any:
     if entry not in entries:
-        raise InputError(f"it holds no {entry!r}: it is not written by torch.export.save of this PyTorch")
+        raise InputError(
+            f"it holds no {entry!r}: it is not written by torch.export.save of this PyTorch"
+        )
     if len(entries[entry]) > LARGEST_JSON:
         raise Refused(f"{entry!r} is larger than {LARGEST_JSON:,} bytes")
     return parse_json(entries[entry], f"{entry!r}")
@@ -179,7 +197,9 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes]) -> Ten
     """A stored tensor: sizes, strides and offset stay inside the stored bytes, and cannot ask for much more than these."""
     stored = _get(payload, "path_name", str)
     if payload.get("use_pickle") is not False or not _STORED.match(stored):
-        raise Refused(f"it stores {key[:80]!r} as an object that would be unpickled: export tensors only")
+        raise Refused(
+            f"it stores {key[:80]!r} as an object that would be unpickled: export tensors only"
+        )
     content = entries.get(f"data/{kind}/{stored}")
     if content is None:
         raise InputError(f"it lacks the stored numbers {stored!r} of {key[:80]!r}: it is damaged")
@@ -191,15 +211,23 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes]) -> Ten
     offset = _get(_get(meta, "storage_offset", dict), "as_int", int)
     strided = _SERIALIZE_TO_TORCH_LAYOUT.get(meta.get("layout")) is torch.strided
     if not strided or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
-        raise InputError(f"the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
+        raise InputError(
+            f"the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged"
+        )
 
     count = math.prod(sizes)
     numbers = len(content) // dtype.itemsize
     last = offset + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True)) if count else -1
     if last >= numbers or count > 1024 * max(numbers, 1):
-        raise InputError(f"the weight {key[:80]!r} reaches beyond the {len(content):,} bytes stored for it")
+        raise InputError(
+            f"the weight {key[:80]!r} reaches beyond the {len(content):,} bytes stored for it"
+        )
 
-    flat = torch.frombuffer(bytearray(content), dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(content), dtype=dtype, count=numbers)
+        if numbers
+        else torch.empty(0, dtype=dtype)
+    )
     return flat.as_strided(sizes, strides, offset)
 
 
@@ -211,7 +239,9 @@ def _get(document: Any, key: str, kind: type) -> Any:
     value: Any = document.get(key) if isinstance(document, dict) else None
     fits = isinstance(value, kind)
     if not fits or (kind is int and isinstance(value, bool)):
-        raise InputError(f"it has {str(value)[:60]!r} as {key!r}, expected {kind.__name__}; export it again")
+        raise InputError(
+            f"it has {str(value)[:60]!r} as {key!r}, expected {kind.__name__}; export it again"
+        )
     if kind is int and abs(value) >= 2**63:
         raise InputError(f"it has a whole number beyond 64 bits as {key!r}; export it again")
     return value
@@ -238,7 +268,9 @@ def _dtype(meta: Any, what: str) -> torch.dtype:
 def _identifier(value: Any) -> str:
     """A name that may stand in code."""
     if not (isinstance(value, str) and _NAME.match(value)) or keyword.iskeyword(value):
-        raise Refused(f"it calls something {str(value)[:80]!r}, which is no name: names become code")
+        raise Refused(
+            f"it calls something {str(value)[:80]!r}, which is no name: names become code"
+        )
     return value
 
 
@@ -274,12 +306,16 @@ class _Reader:
         inputs = [self.input(spec) for spec in _get(self.signature, "input_specs", list)]
         nodes = _get(self.description, "nodes", list)
         if len(nodes) > MOST_NODES:
-            raise Refused(f"it has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file")
+            raise Refused(
+                f"it has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file"
+            )
         for node in nodes:
             self.node(node)
         results = [self.output(spec) for spec in _get(self.signature, "output_specs", list)]
         self.graph.output(tuple(results))
-        outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results]
+        outputs = [
+            OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results
+        ]
 
         # inputs one after the other, outputs as a tensor or a tuple
         users = [spec.arg for spec in inputs if spec.kind is InputKind.USER_INPUT]
@@ -314,9 +350,13 @@ class _Reader:
         if tag == "user_input":
             label, argument = _tagged(argument)
             if label != "as_tensor":
-                raise Refused(f"it takes an input {label[:60]!r} that is no tensor: fix it inside the model")
+                raise Refused(
+                    f"it takes an input {label[:60]!r} that is no tensor: fix it inside the model"
+                )
         elif tag not in _STORED_INPUTS:
-            raise Refused(f"it takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
+            raise Refused(
+                f"it takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only"
+            )
 
         name = _identifier(argument.get("name"))
         node = self.graph.placeholder(name)
@@ -331,7 +371,9 @@ class _Reader:
         weight = self.weights[target]
         self.constant.add(node)
         with self.mode:
-            node.meta["val"] = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
+            node.meta["val"] = torch.empty_strided(
+                weight.shape, weight.stride(), dtype=weight.dtype
+            )
         persistent = body.get("persistent") is True if tag == "buffer" else None
         return InputSpec(_STORED_INPUTS[tag], TensorArgument(node.name), target, persistent)
 
@@ -367,10 +409,14 @@ class _Reader:
         """An output of the graph."""
         tag, body = _tagged(value)
         if tag == "buffer_mutation":
-            raise Refused("it changes its buffers while it runs: call model.eval() before exporting it")
+            raise Refused(
+                "it changes its buffers while it runs: call model.eval() before exporting it"
+            )
         node = self.argument(_get(body, "arg", dict))
         if tag != "user_output" or not isinstance(node, fx.Node):
-            raise Refused("it has an output that is no tensor; export the model with tensors as outputs")
+            raise Refused(
+                "it has an output that is no tensor; export the model with tensors as outputs"
+            )
         return node
 
     # ---- operations
@@ -410,7 +456,12 @@ class _Reader:
         return size
 
     def call(
-        self, target: str, args: list[Any], kwargs: dict[str, Any], outputs: list[tuple[str, Any]], value: Any
+        self,
+        target: str,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        outputs: list[tuple[str, Any]],
+        value: Any,
     ) -> None:
         """Run an operation on tensors without numbers, and add it with what came out."""
         operation = find_operation(target)
@@ -421,22 +472,34 @@ class _Reader:
 
         single = len(outputs) == 1 and outputs[0][0] == "as_tensor"
         name = outputs[0][1].get("name") if single else value.get("name") or "several"
-        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(name))
+        node = self.graph.create_node(
+            "call_function", operation, tuple(args), kwargs, _identifier(name)
+        )
         node.meta |= {"val": result, **_origin(value.get("metadata"))}
         constant = self.constant.issuperset(node.all_input_nodes)
         tensors = flat_tensors(result)
-        self.require_memory(sum(t.numel() * t.element_size() for t in tensors), f"node {node.name!r}", constant)
+        self.require_memory(
+            sum(t.numel() * t.element_size() for t in tensors), f"node {node.name!r}", constant
+        )
         if any(not isinstance(n, int) for t in tensors for n in t.shape):
             raise Refused(f"the shape of node {node.name!r} depends on the numbers")
 
         if single:
             self.define(outputs[0][1], node, result, constant)
             return
-        places = outputs[0][1] if len(outputs) == 1 and outputs[0][0] == "as_tensors" else [body for _, body in outputs]
+        places = (
+            outputs[0][1]
+            if len(outputs) == 1 and outputs[0][0] == "as_tensors"
+            else [body for _, body in outputs]
+        )
         if len(places) > len(result):
-            raise InputError(f"node {node.name!r} states other outputs than it has; export it again")
+            raise InputError(
+                f"node {node.name!r} states other outputs than it has; export it again"
+            )
         for place, body in enumerate(places):
-            item = self.graph.create_node("call_function", operator.getitem, (node, place), name=f"getitem_{place}")
+            item = self.graph.create_node(
+                "call_function", operator.getitem, (node, place), name=f"getitem_{place}"
+            )
             item.meta |= {**node.meta, "val": result[place]}
             self.define(body, item, result[place], constant)
         if constant:
@@ -460,7 +523,9 @@ class _Reader:
             )
         self.constant_bytes += size * constant
         if self.constant_bytes > LARGEST_CONSTANTS:
-            raise Refused(f"up to {what} its constants take more than {LARGEST_CONSTANTS / 2**30:g} GiB")
+            raise Refused(
+                f"up to {what} its constants take more than {LARGEST_CONSTANTS / 2**30:g} GiB"
+            )
 
     def argument(self, value: Any) -> Any:
         """An argument of an operation: a tensor of the graph, a plain value, or a list of them."""
@@ -493,7 +558,9 @@ class _Reader:
     def lookup(self, name: Any) -> Any:
         """The node or the size of this name."""
         if name not in self.values:
-            raise InputError(f"it reads {str(name)[:80]!r}, which nothing before it writes; export it again")
+            raise InputError(
+                f"it reads {str(name)[:80]!r}, which nothing before it writes; export it again"
+            )
         return self.values[name]
 
 

@@ -68,7 +68,9 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
             "torch.export.save(torch.export.export(model, (x,)), 'model.pt2')"
         )
     if ":" not in source:
-        raise InputError(f"{source!r} is neither a .pt2 or .onnx file, a directory, nor package.module:factory")
+        raise InputError(
+            f"{source!r} is neither a .pt2 or .onnx file, a directory, nor package.module:factory"
+        )
     model = load_factory(source)
     return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
 
@@ -95,7 +97,9 @@ def _onnx(source: str) -> Loaded:
 def program_input(program: ExportedProgram) -> torch.Tensor | None:
     """The one tensor that a program takes, without its numbers; None where it takes something else."""
     names = program.graph_signature.user_inputs
-    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
+    values = [
+        n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names
+    ]
     return values[0] if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
 
 

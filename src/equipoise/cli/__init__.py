@@ -14,7 +14,9 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it cannot show
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without UTF-8 shows "?" for what it cannot show
     wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     run_to_exit(build(wanted=wanted), sys.argv[1:])
 

@@ -48,7 +48,9 @@ _TABLE = {
     "curvature": ("curvature", "Hessian eigenvalue, trace, density, sharpness."),
     "selfcheck": ("selfcheck", "Attack the guarantees on your own machine."),
 }
-COMMANDS = tuple(Command(name, f"equipoise.cli.{module}", name, text) for name, (module, text) in _TABLE.items())
+COMMANDS = tuple(
+    Command(name, f"equipoise.cli.{module}", name, text) for name, (module, text) in _TABLE.items()
+)
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -126,7 +128,11 @@ class Commands(typer.core.TyperGroup):
             too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
             if not too_long and not out_of_memory(error):
                 raise
-            sentence = "a name given is too long" if too_long else f"this does not fit into memory ({one_line(error)})"
+            sentence = (
+                "a name given is too long"
+                if too_long
+                else f"this does not fit into memory ({one_line(error)})"
+            )
         complain(sentence)
         if ctx.meta["json"]:
             emit_json({"error": sentence})
@@ -159,7 +165,14 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
             code = 130
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EBADF, errno.EIO):
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+            errno.EPIPE,
+            errno.EBADF,
+            errno.EIO,
+        ):
             raise
         with contextlib.suppress(OSError):
             complain(f"cannot write the output: {error.strerror}")
@@ -177,7 +190,10 @@ def _version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_version
+        ),
     ] = False,
 ) -> None:
     """Options of the application itself."""

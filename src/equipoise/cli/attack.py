@@ -12,9 +12,11 @@ from equipoise.cli.consoles import emit_json, print_table, progress, tell
 
 if TYPE_CHECKING:
     from equipoise.runs import Run
-    from equipoise.runs.settings import Recipe
+    from equipoise.runs.store import Recipe
 
-Elsewhere = Annotated[str | None, typer.Option("--model", help="the model of the run, if it lies elsewhere now")]
+Elsewhere = Annotated[
+    str | None, typer.Option("--model", help="the model of the run, if it lies elsewhere now")
+]
 
 
 def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
@@ -23,19 +25,25 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
 
     stored = open_run(run)
     if stored.manifest.recipe is None:
-        options.refuse(f"{run} was made in Python and does not say where its model is: use equipoise.runs in Python")
+        options.refuse(
+            f"{run} was made in Python and does not say where its model is: use equipoise.runs in Python"
+        )
     given = {name: value for name, value in changes.items() if value is not None}
     return stored, stored.manifest.recipe.model_copy(update=given)
 
 
 def attack(
     run: options.RunArgument,
-    epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
+    epsilon: Annotated[
+        str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")
+    ] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
-    data: Annotated[str | None, typer.Option(help="the data of the run, if it lies elsewhere now")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="the data of the run, if it lies elsewhere now")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Attack the certified inputs of a run inside their radius, where none may break, and beyond it.
@@ -97,7 +105,9 @@ def predict(
     n: Annotated[int, typer.Option(help="draws per input")] = 1000,
     alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
     split: options.Split = None,
-    limit: Annotated[int | None, typer.Option(help="at most this many inputs, in their order")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="at most this many inputs, in their order")
+    ] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
     json: options.Json = False,
@@ -134,9 +144,15 @@ def predict(
     if json:
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
-        print_table("Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows])
+        print_table(
+            "Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
+        )
         silent = sum(a.answer < 0 and a.failure is None for a in answers)
-        right = f", {sum(a.answer == a.label and a.failure is None for a in answers)} right" if dataset.labelled else ""
+        right = (
+            f", {sum(a.answer == a.label and a.failure is None for a in answers)} right"
+            if dataset.labelled
+            else ""
+        )
         tell(f"{len(answers)} inputs{right}, {silent} without an answer")
     if any(a.failure for a in answers):
         raise typer.Exit(1)

@@ -18,8 +18,12 @@ def audit(
     model: options.Model,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
-    ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
-    rtol: Annotated[float, typer.Option(help="relative gap of every operator norm; smaller is slower")] = 1e-3,
+    ball: Annotated[
+        float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")
+    ] = None,
+    rtol: Annotated[
+        float, typer.Option(help="relative gap of every operator norm; smaller is slower")
+    ] = 1e-3,
     chain: Annotated[
         str,
         typer.Option(
@@ -47,7 +51,9 @@ def audit(
     from equipoise.core.files import atomic_write
 
     with messages().status(f"bounding {model} …"):  # only on a terminal
-        report = audit_report(model, weights, options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain)
+        report = audit_report(
+            model, weights, options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain
+        )
     if html is not None:
         atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
     emit_json(report.to_dict()) if json else tell(str(report))

@@ -15,17 +15,24 @@ if TYPE_CHECKING:
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
 _RUNNING = ("workers", "address", "batch_size", "retry_failed")
-Bundle = Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")]
+Bundle = Annotated[
+    Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")
+]
 
 
 def certify(
     model: options.Model,
     data: options.Data,
-    sigma: Annotated[str, typer.Option(help="noise level in the units of the data; or one per channel: 0.2,0.2,0.5")],
+    sigma: Annotated[
+        str,
+        typer.Option(help="noise level in the units of the data; or one per channel: 0.2,0.2,0.5"),
+    ],
     run: options.RunFolder = None,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
-    procedure: Annotated[str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")] = "rivals",
+    procedure: Annotated[
+        str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")
+    ] = "rivals",
     limit: options.Limit = None,
     shard: options.Shard = None,
     split: options.Split = None,
@@ -82,16 +89,22 @@ def prove(
     The radii are about the real function of the stored weights, evaluated in float64 with its
     rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
     also radii of the forward pass in float32), retry_failed, and those of model and data as for
-    `certify`. Exit code 1: some inputs failed.
+    `certify`. A single --epsilon is the only radius asked about: methods are tried from cheap to
+    tight until one proves it. Exit code 1: some inputs failed.
 
     Examples:
 
       equipoise prove model.pt2 --data digits --run runs/p
+      equipoise prove model.pt2 --data digits --epsilon 0.5 --seconds 10
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
     """
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    _perform("proved", **locals())
+    given = locals()
+    levels = options.epsilons(epsilon)
+    asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
+    values = [f"epsilon={asked}"] if asked > 0 else []
+    _perform("proved", **(given | {"set_": [*values, *(set_ or [])]}))
 
 
 def _perform(
@@ -106,11 +119,15 @@ def _perform(
 ) -> None:
     """Make a run and show it: every option and every key of --set belongs to the recipe, the execution or the settings."""
     from equipoise.runs import Settings, prepare
-    from equipoise.runs.settings import Recipe
+    from equipoise.runs.store import Recipe
 
-    values = {name: value for name, value in given.items() if value is not None} | options.shard(shard)
+    values = {name: value for name, value in given.items() if value is not None} | options.shard(
+        shard
+    )
     values |= options.pairs(set_) | {"balanced": given["limit"] is not None}
-    recipe = options.make_recipe(**{name: values.pop(name) for name in Recipe.model_fields if name in values})
+    recipe = options.make_recipe(
+        **{name: values.pop(name) for name in Recipe.model_fields if name in values}
+    )
     workers, address, batch_size, retry = (values.pop(name, None) for name in _RUNNING)
     levels = options.epsilons(epsilon)
     try:
@@ -119,7 +136,14 @@ def _perform(
         options.refuse(f"--set: {error}")
     network = options.load_network(recipe, settings.chunk_size if kind == "sampled" else 1)
     name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
-    job = prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
+    job = prepare(
+        network,
+        options.load_data(recipe),
+        settings,
+        batch_size=batch_size,
+        name=name,
+        recipe=recipe,
+    )
     stored = _run(job, run, retry_failed=retry is True, workers=workers, address=address)
     if bundle is not None and kind == "sampled":
         _write_votes(stored, bundle)
@@ -131,7 +155,7 @@ def _perform(
 def _run(job: Job, run: Path | None, **execution: Any) -> Run:
     """Look at a few inputs, then sample or prove the rest."""
     from equipoise.runs import is_run, open_run, preflight, start
-    from equipoise.runs.settings import read_manifest, require_same
+    from equipoise.runs.store import read_manifest, require_same
 
     folder = run or job.default_folder()
     if is_run(folder):
@@ -157,14 +181,25 @@ def _write_votes(run: Run, folder: Path) -> None:
     from equipoise import certificates
 
     settings = run.settings
-    if settings.soft or settings.adaptive or settings.channels or settings.row.ties:
-        options.refuse("a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen")
+    if settings.soft or settings.adaptive or settings.channels:
+        options.refuse(
+            "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
+        )
     stored = [row for row in run.rows if row.failure is None]
     selection, estimation, draws = (
-        np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")
+        np.array([getattr(row, name) for row in stored])
+        for name in ("selection", "estimation", "draws")
     )
-    radii = [radius for radius, row in zip(run.results().radius, run.rows, strict=True) if row.failure is None]
-    setting: dict[str, Any] = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
+    radii = [
+        radius
+        for radius, row in zip(run.results().radius, run.rows, strict=True)
+        if row.failure is None
+    ]
+    setting: dict[str, Any] = {
+        "sigma": settings.sigma,
+        "alpha": settings.alpha,
+        "procedure": settings.procedure,
+    }
     certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
@@ -182,7 +217,9 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     epsilons = [e for e in levels or certificates.EPSILONS if e > 0]
     claims = certificates.write(job.model.build(), x, y, folder, radii=radii, epsilons=epsilons)
     lowered = claims["radii"]["lowered"]
-    say(f"wrote {folder} ({lowered} radii lowered to what the checker proves); `equipoise check {folder}` checks it")
+    say(
+        f"wrote {folder} ({lowered} radii lowered to what the checker proves); `equipoise check {folder}` checks it"
+    )
 
 
 def show_run(run: Run, results: Results, levels: list[float] | None, json: bool) -> None:
@@ -201,12 +238,17 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
     if json:
         emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
     else:
-        shares = {"certified accuracy" if results.labelled else "certified (no labels: any answer)": summary.accuracy}
+        shares = {
+            "certified accuracy"
+            if results.labelled
+            else "certified (no labels: any answer)": summary.accuracy
+        }
         if summary.deployed:
             shares["deployed"] = summary.deployed
         # what is certified at ε is certified below it: ε is never shown larger than it is
         rows = [
-            {"radius ε": format_down(level, 4)} | {name: f"{percent(share[level])} %" for name, share in shares.items()}
+            {"radius ε": format_down(level, 4)}
+            | {name: f"{percent(share[level])} %" for name, share in shares.items()}
             for level in summary.accuracy
         ]
         print_table(f"Run {run.folder}", rows)
@@ -272,12 +314,16 @@ def export(
 
     stored = open_run(run)
     path = stored.export(file, results=stored.results(alpha, procedure))
-    emit_json({"run": str(run), "file": str(path), "inputs": len(stored.rows)}) if json else tell(f"wrote {path}")
+    emit_json({"run": str(run), "file": str(path), "inputs": len(stored.rows)}) if json else tell(
+        f"wrote {path}"
+    )
 
 
 def check(
     folder: Annotated[Path, typer.Argument(help="the folder of the bundle")],
-    exact: Annotated[bool, typer.Option(help="use exact integers; for dense ReLU networks")] = False,
+    exact: Annotated[
+        bool, typer.Option(help="use exact integers; for dense ReLU networks")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.
@@ -293,4 +339,6 @@ def check(
     from equipoise import certificates
 
     proved = certificates.check(folder, exact=exact)
-    emit_json({"accepted": True, "proved": proved}) if json else tell("ACCEPTED", *(f"  {line}" for line in proved))
+    emit_json({"accepted": True, "proved": proved}) if json else tell(
+        "ACCEPTED", *(f"  {line}" for line in proved)
+    )

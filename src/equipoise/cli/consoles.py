@@ -44,8 +44,15 @@ def tell(*lines: str) -> None:
 def progress(description: str) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, shown only on a terminal and gone when done; gives the function that updates it."""
     console = messages()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         yield partial(bar.update, bar.add_task(description, total=None))
 
 

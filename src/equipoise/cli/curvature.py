@@ -20,7 +20,9 @@ def curvature(
     weights: Weights = None,
     split: Split = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
-    layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
+    layer: Annotated[
+        str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")
+    ] = None,
     what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
     seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
     json: Json = False,
@@ -49,7 +51,11 @@ def curvature(
     if not set(wanted) <= set(measures):
         refuse(f"--what takes any of {','.join(measures)}, got {what!r}")
     hessian = _hessian(model, weights, data, split, limit, layer)
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
+    report: dict[str, Any] = {
+        "parameters": hessian.size,
+        "samples": hessian.count,
+        "loss": hessian.value(),
+    }
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
@@ -60,13 +66,21 @@ def curvature(
         for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
             if not isinstance(value, list):
                 rows.append(
-                    {"what": f"{name} {key}", "value": f"{value:.6g}" if isinstance(value, float) else str(value)}
+                    {
+                        "what": f"{name} {key}",
+                        "value": f"{value:.6g}" if isinstance(value, float) else str(value),
+                    }
                 )
     print_table(f"curvature of {model}", rows)
 
 
 def _hessian(
-    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None
+    model: str,
+    weights: Path | None,
+    data: str,
+    split: str | None,
+    limit: int | None,
+    layer: str | None,
 ) -> LossHessian:
     from torch.export import ExportedProgram
 
@@ -85,5 +99,8 @@ def _hessian(
     indices = range(len(dataset))[:limit]
     batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
     hessian = LossHessian(net, "ce", batches, layer)
-    guarded(hessian.value, f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})")
+    guarded(
+        hessian.value,
+        f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})",
+    )
     return hessian

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the networks, the runs and the report.")] = Path(
-        "equipoise-demo"
-    ),
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: every step, little of each.")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the networks, the runs and the report.")
+    ] = Path("equipoise-demo"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds: every step, little of each.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """The main job on bundled digits, in a minute or two: no download, no GPU.
@@ -55,7 +57,9 @@ def demo(
     else:
         _show(data, out)
     if data.tested is None or data.tested.broken:
-        complain(f"an attack contradicts a certificate, or nothing was attacked, please report this: {data.tested}")
+        complain(
+            f"an attack contradicts a certificate, or nothing was attacked, please report this: {data.tested}"
+        )
         raise typer.Exit(1)
 
 
@@ -68,7 +72,9 @@ def _show(data: ReportData, out: Path) -> None:
         {
             "network": audit.model,
             "best proved": "" if audit.bound.log_upper is None else show_log(audit.bound.log_upper),
-            "near some inputs": format_up(max(p.upper for p in audit.local), 4) if audit.local else "",
+            "near some inputs": format_up(max(p.upper for p in audit.local), 4)
+            if audit.local
+            else "",
         }
         for audit in data.audits
     ]
@@ -82,11 +88,17 @@ def _show(data: ReportData, out: Path) -> None:
     for attack in data.attacks:
         shares = {f"ε = {e}": f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels}
         rows.append(
-            {"network": attack.model, "procedure": f"under attack ({attack.kind}, {attack.run}), at most", **shares}
+            {
+                "network": attack.model,
+                "procedure": f"under attack ({attack.kind}, {attack.run}), at most",
+                **shares,
+            }
         )
     print_table("certified accuracy, at least", rows)
     if data.tested is not None and not data.tested.broken:
-        tell(f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken")
+        tell(
+            f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken"
+        )
     tell(
         f"the report: {out / 'report.html'}",
         f"again from the stored runs: equipoise report {out}/runs/* -o again.html",

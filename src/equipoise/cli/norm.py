@@ -33,14 +33,21 @@ if TYPE_CHECKING:
 def norm(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="a .safetensors file, or a folder of them; they may be larger than memory"),
+        typer.Argument(
+            metavar="FILE",
+            help="a .safetensors file, or a folder of them; they may be larger than memory",
+        ),
     ],
     input_size: Annotated[
-        str | None, typer.Option(help="spatial input size, e.g. 32,32 (one number: every axis); default: any size")
+        str | None,
+        typer.Option(
+            help="spatial input size, e.g. 32,32 (one number: every axis); default: any size"
+        ),
     ] = None,
     rtol: Annotated[float, typer.Option(help="relative gap upper/lower − 1 to reach")] = 1e-3,
     only: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'")
+        str | None,
+        typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'"),
     ] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
@@ -72,7 +79,15 @@ def norm(
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
-        emit_json({"file": str(file), "rtol": rtol, "input_size": size, "weights": rows, "refused": len(refused)})
+        emit_json(
+            {
+                "file": str(file),
+                "rtol": rtol,
+                "input_size": size,
+                "weights": rows,
+                "refused": len(refused),
+            }
+        )
     else:
         cells = [
             {
@@ -88,9 +103,15 @@ def norm(
         print_table(file.name, cells)
     if refused:
         first = refused[0]
-        complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}")
+        complain(
+            f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}"
+        )
         raise typer.Exit(2)
-    large = [row["name"] for row in rows if fail_above is not None and not row.get("upper", 0.0) <= fail_above]
+    large = [
+        row["name"]
+        for row in rows
+        if fail_above is not None and not row.get("upper", 0.0) <= fail_above
+    ]
     if large:
         complain(
             f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {large[0]}"
@@ -99,7 +120,10 @@ def norm(
 
 
 def weight_rows(
-    path: Path, only: str | None = None, rtol: float = 1e-3, input_size: tuple[int, ...] | None = None
+    path: Path,
+    only: str | None = None,
+    rtol: float = 1e-3,
+    input_size: tuple[int, ...] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One row per tensor of a file or of a folder of files, read and bounded one after the other.
 
@@ -124,13 +148,22 @@ def weight_rows(
                 count += 1
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
-                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": str(header.get_dtype())}
+                row: dict[str, Any] = {
+                    "name": name,
+                    "shape": list(shape),
+                    "dtype": str(header.get_dtype()),
+                }
                 row["note"] = _reason_to_skip(shape, row["dtype"])
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
                     try:
                         b = weight_bracket(weights.get_tensor(name), rtol, input_size)
-                        row |= {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
+                        row |= {
+                            "lower": b.lower,
+                            "upper": b.upper,
+                            "gap": b.gap,
+                            "reached": b.reached,
+                        }
                         row |= {"method": b.method, "note": b.note}
                     except EquipoiseError as error:
                         row |= {"status": "refused", "note": str(error)}
@@ -142,10 +175,16 @@ def weight_rows(
 def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
     if not dtype.startswith(("F", "BF", "C")):
         return f"{dtype} is not floating point"
-    return "" if 2 <= len(shape) <= 5 else f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+    return (
+        ""
+        if 2 <= len(shape) <= 5
+        else f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+    )
 
 
-def weight_bracket(weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None) -> Bracket:
+def weight_bracket(
+    weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None
+) -> Bracket:
     """Bracket of one weight: 2-D as a matrix, 3-D to 5-D as the kernel `(out, in, *k)` of a convolution.
 
     Args:

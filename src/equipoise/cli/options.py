@@ -14,27 +14,47 @@ import typer
 
 if TYPE_CHECKING:
     from equipoise.data import Dataset
-    from equipoise.runs.models import Portable
-    from equipoise.runs.settings import Recipe
+    from equipoise.runs.sources import Portable
+    from equipoise.runs.store import Recipe
 
 Weights = Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")]
 Device = Annotated[str, typer.Option(help="where the network runs")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Split = Annotated[str | None, typer.Option(help="which part of the data; default: test")]
-Mean = Annotated[str | None, typer.Option(help="the model takes (x − mean)/std: per channel, e.g. 0.5,0.5,0.5")]
-Std = Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")]
+Mean = Annotated[
+    str | None, typer.Option(help="the model takes (x − mean)/std: per channel, e.g. 0.5,0.5,0.5")
+]
+Std = Annotated[
+    str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")
+]
 Data = Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")]
-RunFolder = Annotated[Path | None, typer.Option(help="run directory; default: runs/<command>-<digest>")]
-Limit = Annotated[int | None, typer.Option(help="at most this many inputs, the first of every class in turn")]
-Shard = Annotated[str | None, typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight (see merge)")]
+RunFolder = Annotated[
+    Path | None, typer.Option(help="run directory; default: runs/<command>-<digest>")
+]
+Limit = Annotated[
+    int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
+]
+Shard = Annotated[
+    str | None,
+    typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight (see merge)"),
+]
 Epsilon = Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")]
 Alpha = Annotated[float | None, typer.Option(help="risk per input; default that of the run")]
 Procedure = Annotated[str | None, typer.Option(help="cohen, rivals, …; default that of the run")]
-Model = Annotated[str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")]
+Model = Annotated[
+    str,
+    typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory"),
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rarer setting, see below")]
-InputShape = Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")]
-FailAbove = Annotated[float | None, typer.Option(help="exit code 1 if an upper bound is larger than this")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rarer setting, see below")
+]
+InputShape = Annotated[
+    str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")
+]
+FailAbove = Annotated[
+    float | None, typer.Option(help="exit code 1 if an upper bound is larger than this")
+]
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -66,10 +86,14 @@ def numbers(text: str, takes: str, least: float = -math.inf) -> list[float]:
 
 def epsilons(text: str | None) -> list[float] | None:
     """The radii of `--epsilon`."""
-    return None if text is None else numbers(text, "--epsilon takes numbers like 0,0.25,0.5", least=0)
+    return (
+        None if text is None else numbers(text, "--epsilon takes numbers like 0,0.25,0.5", least=0)
+    )
 
 
-def sizes(text: str | None, takes: str = "--input-shape takes positive numbers like 3,32,32") -> tuple[int, ...] | None:
+def sizes(
+    text: str | None, takes: str = "--input-shape takes positive numbers like 3,32,32"
+) -> tuple[int, ...] | None:
     """Positive whole numbers between commas or crosses.
 
     Args:
@@ -103,7 +127,9 @@ def shard(text: str | None) -> dict[str, int]:
 
 def interrupted(folder: Path) -> NoReturn:
     """End a command that was interrupted: exit code 130."""
-    typer.echo(f"interrupted: what is done is stored in {folder}; the same command continues", err=True)
+    typer.echo(
+        f"interrupted: what is done is stored in {folder}; the same command continues", err=True
+    )
     raise typer.Exit(130)
 
 
@@ -132,7 +158,7 @@ def make_recipe(**values: Any) -> Recipe:
         **values: fields of `Recipe`; mean and std as numbers between commas.
     """
     from equipoise.core.files import check_document
-    from equipoise.runs.settings import Recipe
+    from equipoise.runs.store import Recipe
 
     if "mean" in values or "std" in values:
         takes = "--mean and --std take one number per channel"
@@ -152,7 +178,7 @@ def load_network(recipe: Recipe, batch: int = 100) -> Portable:
         batch: the size at which a dynamic batch dimension is fixed; by default the draws of one forward pass.
     """
     from equipoise.checkpoints import load_model
-    from equipoise.runs.models import denoised, normalised, portable
+    from equipoise.runs.sources import denoised, normalised, portable
 
     network = portable(load_model(recipe.model, recipe.weights, batch=batch))
     if recipe.mean is not None and recipe.std is not None:

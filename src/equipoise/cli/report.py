@@ -11,16 +11,20 @@ from equipoise.cli.consoles import emit_json, tell
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="run directories, or certification logs (.tsv)")
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="run directories, or certification logs (.tsv)"),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("report.html"),
     audit: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="bound this network too; may be given several times")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="bound this network too; may be given several times"),
     ] = None,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
     alpha: options.Alpha = None,
-    refresh: Annotated[int | None, typer.Option(help="the page reloads itself after so many seconds", min=1)] = None,
+    refresh: Annotated[
+        int | None, typer.Option(help="the page reloads itself after so many seconds", min=1)
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Compare runs on one page: curves, radii, attacks, bounds, and what is not guaranteed.
@@ -40,7 +44,9 @@ def report(
     from equipoise.report import as_document, audit_source, collect, write_report
 
     if not runs and not audit:
-        options.refuse("name at least one run directory, or a network with --audit: see equipoise report --help")
+        options.refuse(
+            "name at least one run directory, or a network with --audit: see equipoise report --help"
+        )
     shape = options.sizes(input_shape)
     audits = [audit_source(name, weights, shape) for name in audit or []]
     data = collect(runs or [], title="Certified robustness", alpha=alpha, audits=audits)

@@ -19,14 +19,16 @@ def selfcheck(
     suite: Annotated[
         str,
         typer.Argument(
-            help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers.", metavar="[SUITE]"
+            help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers.",
+            metavar="[SUITE]",
         ),
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
     scripts: Annotated[
-        Path | None, typer.Option(help="Folder for the scripts that show violations of `programs` and `files`.")
+        Path | None,
+        typer.Option(help="Folder for the scripts that show violations of `programs` and `files`."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -57,10 +59,16 @@ def selfcheck(
     checks = find_suite(suite)
     with progress("selfcheck") as update:
         report = run(
-            checks, 60 * minutes, device, seed, lambda tally, done: update(completed=round(100 * done), total=100)
+            checks,
+            60 * minutes,
+            device,
+            seed,
+            lambda tally, done: update(completed=round(100 * done), total=100),
         )
     if json:
-        emit_json({**asdict(report), "comparisons": report.comparisons, "violations": report.violations})
+        emit_json(
+            {**asdict(report), "comparisons": report.comparisons, "violations": report.violations}
+        )
     else:
         _show(report)
     if scripts is not None:

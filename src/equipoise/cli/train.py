@@ -16,32 +16,54 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")
+    ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimizer.lr=0.1")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change the recipe: --set optimizer.lr=0.1"
+        ),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run; the same command goes on where it stopped. [runs/NAME]")
+        Path | None,
+        typer.Option(
+            help="Folder of the run; the same command goes on where it stopped. [runs/NAME]"
+        ),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")] = False,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let the recipe file name code of its own (module:factory); it is run.")
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Let the recipe file name code of its own (module:factory); it is run.",
+        ),
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it."
+            "--from",
+            help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it.",
         ),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
-    method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
-    data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="With --from package.module:factory: safetensors.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")
+    ] = "sr",
+    data: Annotated[
+        str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
     ] = None,
     planned: Annotated[
-        bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
+        bool,
+        typer.Option(
+            "--plan", help="Say what it costs (steps, hours on this machine); train nothing."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -69,7 +91,9 @@ def train(
         _list(json)
         return
     if source is not None:
-        folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
+        folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(
+            ":", "-"
+        )
         outcome = _trained(
             robustify, source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes or [],
             minutes=minutes, cpu=cpu,
@@ -77,20 +101,29 @@ def train(
         if json:
             emit_json({**outcome.to_dict(), "folder": str(folder)})
         else:
-            columns = ("figure", "before", "after")
-            rows = [dict(zip(columns, row, strict=True)) for row in outcome.comparison()]
+            before = _figures(outcome.before)
+            rows = [
+                {"figure": name, "before": before.get(name, "–"), "after": text}
+                for name, text in _figures(outcome.after).items()
+            ]
             print_table(f"{source} → {folder}", rows)
-            tell(f"not converted: {', '.join(r.name for r in outcome.conversion.left) or 'nothing'}")
+            tell(
+                f"not converted: {', '.join(r.name for r in outcome.conversion.left) or 'nothing'}"
+            )
         return
     if recipe is None:
-        refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
+        refuse(
+            "which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them"
+        )
     checked = read_recipe(recipe, changes or [], allow_code=allow_code)
     if planned:
         plan = plan_recipe(checked)
         line = f"{plan['steps']:,} steps of {plan['step_seconds']:.3g} s of processor time: {plan['hours']:.3g} h"
         emit_json(plan) if json else tell(line)
         return
-    result = _trained(run_recipe, checked, run_dir or Path("runs") / checked.name, minutes=minutes, cpu=cpu)
+    result = _trained(
+        run_recipe, checked, run_dir or Path("runs") / checked.name, minutes=minutes, cpu=cpu
+    )
     if _reports():
         emit_json(result.to_dict()) if json else _show(result)
 
@@ -153,7 +186,10 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
         for name, value in values.items()
         if isinstance(value, float)
     }
-    texts |= {f"certified at ε = {e}": f"{percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()}
+    texts |= {
+        f"certified at ε = {e}": f"{percent(a)}%"
+        for e, a in (row.get("certified_accuracy") or {}).items()
+    }
     if row.get("bound") is not None:
         texts["Lipschitz bound (ℓ2, proved)"] = format_up(row["bound"], 5)
     elif row.get("bound_reason"):

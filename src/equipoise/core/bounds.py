@@ -91,7 +91,9 @@ class Bracket:
         return bool((_tensor(self.lower) <= value).all() and (_tensor(self.upper) >= value).all())
 
     def __repr__(self) -> str:
-        extra = "".join(f", {k}={v!r}" for k, v in (("method", self.method), ("note", self.note)) if v)
+        extra = "".join(
+            f", {k}={v!r}" for k, v in (("method", self.method), ("note", self.note)) if v
+        )
         return f"Bracket({format_down(self.lower)}, {format_up(self.upper)}{extra})"
 
 
@@ -116,12 +118,16 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
         value = value.upper
     elif isinstance(value, Bound):
         if value.kind is not Kind.UPPER:
-            raise Refused(f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}")
+            raise Refused(
+                f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}"
+            )
         value = value.value
     try:
         number = float(value.max()) if isinstance(value, Tensor) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"the {what} must be a non-negative number, got {type(value).__name__}") from error
+        raise InputError(
+            f"the {what} must be a non-negative number, got {type(value).__name__}"
+        ) from error
     if math.isnan(number) or number < 0:
         raise InputError(f"the {what} must be a non-negative number, got {number}")
     return number
@@ -166,7 +172,11 @@ def _format(x: Number, digits: int, rounding: str) -> str:
         return f"{x:g}"
 
     # Decimal(x) is exact, so the only rounding is the one in the direction asked for
-    value = decimal.Context(prec=digits, rounding=rounding).create_decimal(decimal.Decimal(x)).normalize()
+    value = (
+        decimal.Context(prec=digits, rounding=rounding)
+        .create_decimal(decimal.Decimal(x))
+        .normalize()
+    )
     return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:.{digits}g}"
 
 

@@ -39,7 +39,9 @@ def require_type(value: Any, kind: type | tuple[type, ...], name: str) -> None:
     """
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise InputError(f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {describe(value)}")
+        raise InputError(
+            f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {describe(value)}"
+        )
 
 
 def require_one_of(choices: Iterable[str], **arguments: object) -> None:
@@ -94,7 +96,11 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
             f"{name} must hold floating-point numbers, got {describe(x)}; scale it first, e.g. x.float() / 255"
         )
     if x.numel() == 0 or (dims is not None and x.dim() != dims):
-        wanted = "a tensor that is not empty" if dims is None else f"a tensor of {dims} dimension(s), not empty"
+        wanted = (
+            "a tensor that is not empty"
+            if dims is None
+            else f"a tensor of {dims} dimension(s), not empty"
+        )
         raise InputError(f"{name} must be {wanted}, got {describe(x)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError(f"{name} holds NaN or infinity")
@@ -109,7 +115,9 @@ def require_images(x: Any, name: str = "x") -> Tensor:
         name: of the argument, for the message.
     """
     if require_tensor(x, name).dim() < 2:
-        raise InputError(f"{name} must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]")
+        raise InputError(
+            f"{name} must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]"
+        )
     return x
 
 
@@ -127,7 +135,9 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
         raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
     numbers = labels.detach().long()
     if bool((numbers < 0).any()) or (classes is not None and bool((numbers >= classes).any())):
-        raise InputError(f"labels must lie in 0 … {'' if classes is None else classes - 1}".rstrip())
+        raise InputError(
+            f"labels must lie in 0 … {'' if classes is None else classes - 1}".rstrip()
+        )
     return numbers
 
 
@@ -152,7 +162,12 @@ def require_number(
     """
     number = value.item() if getattr(value, "ndim", 1) == 0 else value
     kinds = int if whole else (int, float)
-    if isinstance(number, kinds) and not isinstance(number, bool) and least <= number <= most and math.isfinite(number):
+    if (
+        isinstance(number, kinds)
+        and not isinstance(number, bool)
+        and least <= number <= most
+        and math.isfinite(number)
+    ):
         return number
     expected = "a whole number" if whole else "a finite number"
     if least == POSITIVE:

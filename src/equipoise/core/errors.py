@@ -44,7 +44,12 @@ def one_line(error: BaseException) -> str:
 
 
 #: how PyTorch says that there is not enough memory: of the processor's it has no type of error for it
-_SHORTAGES = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+_SHORTAGES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Storage size calculation overflowed",
+)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -57,10 +57,14 @@ def make_folder(folder: str | Path) -> Path:
 def open_regular(path: str | Path) -> BinaryIO:
     """A file opened for reading, if it is a plain one: a device, a pipe or a folder is refused, and never waited for."""
     with _as_input_error(f"cannot read {path}"):
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        handle = os.open(
+            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        )
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise InputError(f"cannot read {path}: it is not a regular file but a folder, a device or a pipe")
+        raise InputError(
+            f"cannot read {path}: it is not a regular file but a folder, a device or a pipe"
+        )
     return os.fdopen(handle, "rb")
 
 
@@ -74,7 +78,9 @@ def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
     with open_regular(path) as file, _as_input_error(f"cannot read {path}"):
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise InputError(f"{path} is longer than {limit:,} bytes, too long for what it should be: it was not read")
+            raise InputError(
+                f"{path} is longer than {limit:,} bytes, too long for what it should be: it was not read"
+            )
         return file.read(size)
 
 
@@ -136,7 +142,9 @@ def _as_input_error(what: str) -> Iterator[None]:
     except EquipoiseError:
         raise
     except (OSError, ValueError, MemoryError) as error:  # ValueError: a zero byte in the name
-        raise InputError(f"{what}: {getattr(error, 'strerror', None) or one_line(error)}") from error
+        raise InputError(
+            f"{what}: {getattr(error, 'strerror', None) or one_line(error)}"
+        ) from error
 
 
 @contextmanager
@@ -150,17 +158,25 @@ def open_weights(path: str | Path) -> Iterator[Any]:
 
     path = Path(path)
     pickled = path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}
-    hint = "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file" if pickled else ""
+    hint = (
+        "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file"
+        if pickled
+        else ""
+    )
     with open_regular(path) as plain:  # refuses pipes and devices before they are mapped
         length = int.from_bytes(plain.read(8), "little")
         if length > os.fstat(plain.fileno()).st_size:
-            raise InputError(f"{path} is no complete safetensors file (its header is longer than the file){hint}")
+            raise InputError(
+                f"{path} is no complete safetensors file (its header is longer than the file){hint}"
+            )
         parse_json(plain.read(length), f"the header of {path}")  # a name twice is two files in one
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, OSError, MemoryError) as error:
-        raise InputError(f"{path} is no complete safetensors file ({one_line(error)[:160]}){hint}") from error
+        raise InputError(
+            f"{path} is no complete safetensors file ({one_line(error)[:160]}){hint}"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ JSON and documents
@@ -218,7 +234,9 @@ class Document(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def parse_document(text: str | bytes, model: type[Model], where: str, *, sealed: bool = False) -> Model:
+def parse_document(
+    text: str | bytes, model: type[Model], where: str, *, sealed: bool = False
+) -> Model:
     """Read JSON text (a file, a row of a database) as a typed document.
 
     Args:
@@ -264,7 +282,10 @@ def explain(error: ValidationError, where: str, keys: Iterable[str] = ()) -> str
         keys: those to suggest in place of an unknown one.
     """
     # unknown keys come first: a misspelt key is often also a missing one
-    problem = min(error.errors(include_url=False), key=lambda p: not p["type"].startswith(("extra", "unexpected")))
+    problem = min(
+        error.errors(include_url=False),
+        key=lambda p: not p["type"].startswith(("extra", "unexpected")),
+    )
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     kind = problem["type"]
     if kind.startswith(("extra", "unexpected")):
@@ -386,7 +407,9 @@ def resolve(spec: str) -> Any:
         raise InputError(f"a factory is written package.module:factory, got {spec[:200]!r}")
     package = module.partition(".")[0]
     if package not in sys.modules and find_spec(package) is None:
-        sys.path.append(os.getcwd())  # behind everything installed, and only for a name that nothing installed has
+        sys.path.append(
+            os.getcwd()
+        )  # behind everything installed, and only for a name that nothing installed has
     target = guarded(lambda: importlib.import_module(module), f"the import of {module!r}")
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -408,4 +431,6 @@ def guarded(work: Callable[[], Any], what: str) -> Any:
     except EquipoiseError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}") from error
+        raise InputError(
+            f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}"
+        ) from error

@@ -56,7 +56,9 @@ class by_construction:
         if module is None:
             return self
         if self.measured is None:
-            raise AttributeError(f"{owner.__name__} has a constant by construction only: use equipoise.lipschitz_bound")
+            raise AttributeError(
+                f"{owner.__name__} has a constant by construction only: use equipoise.lipschitz_bound"
+            )
         return functools.partial(self._measure, module)
 
     def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
@@ -92,7 +94,9 @@ def hooked(module: nn.Module) -> bool:
     """
     if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
         return True
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules()
+    )
 
 
 def is_unmodified(module: nn.Module, method: str) -> bool:
@@ -111,7 +115,9 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
     if maker is not claimer and not maker.__module__.startswith("torch.nn."):
         return False
     kinds = type(module).__mro__
-    base = next(kind for kind in kinds if kind is maker or kind.__module__.startswith("equipoise.nn."))
+    base = next(
+        kind for kind in kinds if kind is maker or kind.__module__.startswith("equipoise.nn.")
+    )
     names = {name for kind in kinds[: kinds.index(base)] for name in vars(kind)}
     names |= {name for name, value in vars(module).items() if callable(value)}
     names.discard("extra_repr")
@@ -137,7 +143,10 @@ def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]
     first: dict[int, str] = {}
     slots: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        for local, tensor in [*module._parameters.items(), *(module._buffers.items() if buffers else ())]:
+        for local, tensor in [
+            *module._parameters.items(),
+            *(module._buffers.items() if buffers else ()),
+        ]:
             if tensor is not None:
                 full = f"{name}.{local}" if name else local
                 slots.setdefault(first.setdefault(id(tensor), full), []).append(full)

@@ -42,7 +42,9 @@ def gamma(m: int | float, dtype: torch.dtype) -> float:
     """
     mu = m * unit_roundoff(dtype)
     if mu >= 0.5:
-        raise Refused(f"inner dimension {m:g} is too long for {dtype}: nothing can be guaranteed; compute in float64")
+        raise Refused(
+            f"inner dimension {m:g} is too long for {dtype}: nothing can be guaranteed; compute in float64"
+        )
     return inflate(mu / (1 - mu))
 
 
@@ -52,7 +54,11 @@ def float64(value: Any) -> Tensor:
     >>> float(float64(0.7)) == 0.7, float(torch.as_tensor(0.7).double()) == 0.7
     (True, False)
     """
-    return value.detach().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return (
+        value.detach().double()
+        if isinstance(value, Tensor)
+        else torch.tensor(value, dtype=torch.float64)
+    )
 
 
 def inflate(x: FloatOrTensor) -> FloatOrTensor:
@@ -80,9 +86,15 @@ def working_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torc
         dtype: of the input.
         wanted: the precision that the caller chose, if any.
     """
-    table = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+    table = {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.complex32: torch.complex64,
+    }
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise InputError(f"expected floating-point weights, got {dtype}; convert them first, e.g. weight.double()")
+        raise InputError(
+            f"expected floating-point weights, got {dtype}; convert them first, e.g. weight.double()"
+        )
     base = table.get(dtype, dtype)
     if base not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         base = torch.float32  # float8 and friends: every value is exact in float32
@@ -104,12 +116,16 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     """
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
-    if bool(torch.isfinite(x.sum())):  # one fast pass: a sum with NaN or an infinity in it is not finite
+    if bool(
+        torch.isfinite(x.sum())
+    ):  # one fast pass: a sum with NaN or an infinity in it is not finite
         return x
     bad = ~torch.isfinite(x)
     if bool(bad.any()):
         where = tuple(int(i) for i in bad.nonzero()[0])
-        raise InputError(f"the {what} has {int(bad.sum())} non-finite value(s), the first at index {where}")
+        raise InputError(
+            f"the {what} has {int(bad.sum())} non-finite value(s), the first at index {where}"
+        )
     return x
 
 
@@ -200,7 +216,9 @@ def row_lengths(x: Tensor) -> Tensor:
     """
     largest = x.abs().amax(1)
     unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return inflate(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64)))
+    return inflate(
+        largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64))
+    )
 
 
 def safe_root(square: Tensor) -> Tensor:
@@ -239,6 +257,11 @@ def _switches() -> list[tuple[Any, str, Any]]:
     """(object, attribute, full-precision value) of every switch that lowers float32 products, old API or new."""
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):
-        owners = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+        owners = [
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+            backends.mkldnn.matmul,
+            backends.mkldnn.conv,
+        ]
         return [(owner, "fp32_precision", "ieee") for owner in owners]
     return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]

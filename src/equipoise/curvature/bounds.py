@@ -68,11 +68,15 @@ class HessianBoundReport:
         ]
         lines.append(f"Gauss–Newton matrix: norm at most {format_up(self.gauss_newton, 5)}")
         about = "is a bound" if self.bounds_hessian else "is not a bound"
-        lines.append(f"the gradient in the logits reaches {self.logit_gradient:.3g}, so this {about} of the Hessian")
+        lines.append(
+            f"the gradient in the logits reaches {self.logit_gradient:.3g}, so this {about} of the Hessian"
+        )
         return "\n".join(lines)
 
 
-def hessian_bound_report(model: nn.Sequential, loss: Literal["ce", "mse"], data: Data) -> HessianBoundReport:
+def hessian_bound_report(
+    model: nn.Sequential, loss: Literal["ce", "mse"], data: Data
+) -> HessianBoundReport:
     """Layer-wise upper bound of the Gauss–Newton matrix of a chain of linear layers and activations.
 
     `‖G‖ ≤ mean_i ‖∂²ℓ_i/∂z²‖·Σ_l S_l(x_i)²·D_l²`, where `S_l` bounds the derivative of layer l's output with respect to its own
@@ -96,7 +100,9 @@ def hessian_bound_report(model: nn.Sequential, loss: Literal["ce", "mse"], data:
     require_one_of(("ce", "mse"), loss=loss)
     hessian = LossHessian(model, loss, data, dtype=torch.float64)
     chain = _chain(model)
-    linear: dict[str, Any] = {name: module for name, module in chain if isinstance(module, nn.Linear)}
+    linear: dict[str, Any] = {
+        name: module for name, module in chain if isinstance(module, nn.Linear)
+    }
     norms = {name: float(spectral_norm(module).upper) for name, module in linear.items()}
     downstream = _downstream(chain, norms)
 
@@ -112,7 +118,13 @@ def hessian_bound_report(model: nn.Sequential, loss: Literal["ce", "mse"], data:
             parts[name] += float((bend * square).sum()) * downstream[name] ** 2 / hessian.count
     total = sum(parts.values())
     rows = tuple(
-        LayerRow(name, norms[name], downstream[name], sensitivities[name] * _ROOM, part / total if total else 0.0)
+        LayerRow(
+            name,
+            norms[name],
+            downstream[name],
+            sensitivities[name] * _ROOM,
+            part / total if total else 0.0,
+        )
         for name, part in parts.items()
     )
     return HessianBoundReport(float(inflate(total * _ROOM)), gradient, rows)
@@ -121,15 +133,22 @@ def hessian_bound_report(model: nn.Sequential, loss: Literal["ce", "mse"], data:
 def _chain(model: nn.Module) -> Chain:
     """The layers in order, refused where the bound does not cover them."""
     if type(model) is not nn.Sequential:  # a subclass may have another forward
-        raise Refused(f"the layer-wise bound is one for nn.Sequential chains, not {type(model).__name__}")
+        raise Refused(
+            f"the layer-wise bound is one for nn.Sequential chains, not {type(model).__name__}"
+        )
     if hooked(model):
         raise Refused(
             "the network has hooks or a patched forward, which the layer-wise bound does not see; remove them"
         )
     chain = [(name, module) for name, module in model._modules.items() if module is not None]
     for name, module in chain:
-        if type(module) not in (nn.Linear, nn.Flatten, nn.Dropout) and read_activation(module) is None:
-            raise Refused(f"{name!r} is {type(module).__name__}, whose slope the layer-wise bound does not know")
+        if (
+            type(module) not in (nn.Linear, nn.Flatten, nn.Dropout)
+            and read_activation(module) is None
+        ):
+            raise Refused(
+                f"{name!r} is {type(module).__name__}, whose slope the layer-wise bound does not know"
+            )
     weights = [id(p) for _, module in chain for p in module.parameters()]
     if len(set(weights)) < len(weights) or not chain or not isinstance(chain[-1][1], nn.Linear):
         raise Refused(
@@ -147,7 +166,9 @@ def _activations(chain: Chain, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     for name, module in chain:
         if isinstance(module, nn.Linear):
             if h.dim() != 2:
-                raise Refused("a linear layer on more than one row per sample is not covered by the layer-wise bound")
+                raise Refused(
+                    "a linear layer on more than one row per sample is not covered by the layer-wise bound"
+                )
             inputs[name] = h
         if not isinstance(module, nn.Dropout):
             parameters = {key: value.double() for key, value in module.named_parameters()}
@@ -173,9 +194,13 @@ def _logit_curvature(z: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     classes = z.shape[1]
     if loss == "mse":
         if y.shape != z.shape:
-            raise InputError(f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}")
+            raise InputError(
+                f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"
+            )
         gradient = 2 / classes * (z - y.double())
-        return torch.full((len(z),), 2 / classes, dtype=torch.float64), torch.linalg.vector_norm(gradient, dim=1)
+        return torch.full((len(z),), 2 / classes, dtype=torch.float64), torch.linalg.vector_norm(
+            gradient, dim=1
+        )
     y = require_labels(y, *z.shape)
     p = z.softmax(1)
     gershgorin = (2 * p * (1 - p)).amax(1).clamp_max(0.5)  # row sums of |diag(p) − ppᵀ|
@@ -183,7 +208,9 @@ def _logit_curvature(z: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     return gershgorin * _ROOM + 1e-14, torch.linalg.vector_norm(p - hot, dim=1)
 
 
-def smoothed_loss_bound(curvature: float, gradient: float, sigma: float, *, everywhere: bool) -> Bound:
+def smoothed_loss_bound(
+    curvature: float, gradient: float, sigma: float, *, everywhere: bool
+) -> Bound:
     """`‖∇²L^σ(θ)‖₂ ≤ H·erf(ε/(√2·H·σ))` for `L^σ(θ) = E L(θ + N(0, σ²I))`.
 
     Guarantee: an upper bound if `‖∇²L‖ ≤ H = curvature` and `‖∇L‖ ≤ ε = gradient` hold for **all** parameters

@@ -65,7 +65,9 @@ class LossHessian(LinearOperator):
 
         chosen = {name: p for name, p in model.named_parameters() if _matches(name, layer)}
         if not chosen:
-            wanted = "parameters" if layer is None else f"parameter with a name that matches {layer!r}"
+            wanted = (
+                "parameters" if layer is None else f"parameter with a name that matches {layer!r}"
+            )
             raise InputError(f"this model has no {wanted}; see model.named_parameters()")
         first = next(iter(chosen.values()))
         exact = first.dtype in (torch.float32, torch.float64)
@@ -74,7 +76,9 @@ class LossHessian(LinearOperator):
 
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: p.shape for name, p in chosen.items()}
-        self.constants = {name: self._cast(t.detach()) for name, t in everything.items() if name not in chosen}
+        self.constants = {
+            name: self._cast(t.detach()) for name, t in everything.items() if name not in chosen
+        }
         self.slots = tensor_slots(model)
         self.theta = torch.cat([self._cast(p.detach()).flatten() for p in chosen.values()])
         self.size = self.theta.numel()
@@ -99,7 +103,10 @@ class LossHessian(LinearOperator):
             return float(self._sum(self._value, shift, finite=False)[0])
 
     def _sum(
-        self, work: Callable[[Tensor, Tensor, Tensor], Tensor], shift: Vector | None = None, finite: bool = True
+        self,
+        work: Callable[[Tensor, Tensor, Tensor], Tensor],
+        shift: Vector | None = None,
+        finite: bool = True,
     ) -> Vector:
         """The mean over the data of what a batch gives."""
         start = self.theta if shift is None else self.theta + self._vector(shift)
@@ -116,19 +123,27 @@ class LossHessian(LinearOperator):
 
     def _value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         pieces = theta.split([shape.numel() for shape in self.shapes.values()])
-        parameters = {n: t.reshape(shape) for (n, shape), t in zip(self.shapes.items(), pieces, strict=True)}
+        parameters = {
+            n: t.reshape(shape) for (n, shape), t in zip(self.shapes.items(), pieces, strict=True)
+        }
         named = {**self.constants, **parameters}
         # every place of a shared tensor: torch's own tying leaves a module that is used twice changed
         tensors = {slot: t for name, t in named.items() for slot in self.slots[name]}
         output = torch.func.functional_call(self.model, tensors, (x,), tie_weights=False)
         value = self.loss(output, y)
         if value.dim() != 0:
-            raise InputError(f"the loss must be one number, a mean over the batch; got shape {tuple(value.shape)}")
+            raise InputError(
+                f"the loss must be one number, a mean over the batch; got shape {tuple(value.shape)}"
+            )
         return value
 
     def _require_separable(self) -> None:
         """Refuse a network whose mean loss depends on how the data is cut into batches."""
-        mixing = [n for n, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+        mixing = [
+            n
+            for n, m in self.model.named_modules()
+            if isinstance(m, _BatchNorm) and m.running_mean is None
+        ]
         if mixing and len(self.batches) > 1:
             raise Refused(
                 f"{mixing[0]!r} has no running statistics, so that the loss depends on how the data is cut into batches: "
@@ -146,14 +161,18 @@ def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point():
         return nn.functional.cross_entropy(z, y)
     if bool((y < 0).any()):
-        raise InputError("labels must not be negative: leave out the samples that are to be ignored")
+        raise InputError(
+            "labels must not be negative: leave out the samples that are to be ignored"
+        )
     return nn.functional.cross_entropy(z, y.long())
 
 
 def _mean_square(z: Tensor, y: Tensor) -> Tensor:
     z, y = z.reshape(len(z), -1), y.reshape(len(y), -1)
     if z.shape != y.shape:  # would be broadcast
-        raise InputError(f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}")
+        raise InputError(
+            f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"
+        )
     return nn.functional.mse_loss(z, y)
 
 
@@ -166,7 +185,11 @@ def _matches(name: str, layer: str | None) -> bool:
 
 def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     require_number(batch_size, "batch_size", least=1, whole=True)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) and part.dim() for part in data):
+    if (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and all(isinstance(part, Tensor) and part.dim() for part in data)
+    ):
         x, y = data
         if len(x) != len(y):
             raise InputError(f"there are {len(x)} inputs and {len(y)} labels")
@@ -175,7 +198,9 @@ def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         batches = [(x, y) for x, y in data]
     except (TypeError, ValueError):
         batches = []
-    if not batches or not all(isinstance(part, Tensor) and part.numel() for pair in batches for part in pair):
+    if not batches or not all(
+        isinstance(part, Tensor) and part.numel() for pair in batches for part in pair
+    ):
         raise InputError(
             f"data must be a pair of tensors (x, y) or batches of such pairs, none of them empty; got {describe(data)}"
         )

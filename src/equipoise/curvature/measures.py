@@ -25,7 +25,9 @@ class _Measured:
     def to_dict(self) -> dict[str, Any]:
         """The fields, without the eigenvector, and what kind of number it is."""
         fields = {key: value for key, value in vars(self).items() if key != "vector"}
-        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()} | {"kind": self.kind}
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()} | {
+            "kind": self.kind
+        }
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ class Eigenvalue(_Measured):
 
 
 def top_eigenvalue(
-    hessian: LossHessian, *, which: Which = "LA", tol: float = 1e-4, max_products: int = 1000, seed: int = 0
+    hessian: LossHessian,
+    *,
+    which: Which = "LA",
+    tol: float = 1e-4,
+    max_products: int = 1000,
+    seed: int = 0,
 ) -> Eigenvalue:
     """The largest eigenvalue of the loss Hessian by implicitly restarted Lanczos (SciPy's `eigsh`).
 
@@ -80,12 +87,16 @@ def top_eigenvalue(
 
 def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, seed: int) -> Vector:
     start = np.random.default_rng(seed).standard_normal(hessian.size)
-    if not hessian.matvec(start).any():  # a random start that is mapped to 0 exactly: ARPACK takes no zero matrix
+    if not hessian.matvec(
+        start
+    ).any():  # a random start that is mapped to 0 exactly: ARPACK takes no zero matrix
         return start
     basis = min(hessian.size, 20)
     restarts = max(1, (max_products - basis) // (basis - 1))
     try:
-        _, vectors = eigsh(hessian, k=1, which=which, tol=tol, v0=start, ncv=basis, maxiter=restarts)
+        _, vectors = eigsh(
+            hessian, k=1, which=which, tol=tol, v0=start, ncv=basis, maxiter=restarts
+        )
     except ArpackNoConvergence as error:
         raise Refused(
             f"no eigenvalue to tolerance {tol:g} within {max_products} Hessian-vector products; raise max_products or tol"
@@ -145,7 +156,9 @@ class SpectralDensity(_Measured):
         return float(self.weights[self.nodes <= value].sum())
 
 
-def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4, seed: int = 0) -> SpectralDensity:
+def spectral_density(
+    hessian: LossHessian, *, steps: int = 30, vectors: int = 4, seed: int = 0
+) -> SpectralDensity:
     """How the eigenvalues of the loss Hessian are spread: stochastic Lanczos quadrature.
 
     Args:
@@ -245,7 +258,9 @@ def sharpness(
     best = base
     for start in range(restarts):
         delta = np.zeros(hessian.size)
-        if start > 0 or not np.any(hessian.gradient(delta)):  # at a stationary point any direction does
+        if start > 0 or not np.any(
+            hessian.gradient(delta)
+        ):  # at a stationary point any direction does
             delta = _inside(rng.standard_normal(hessian.size) * radius, radius)
         for _ in range(steps):
             best = max(best, hessian.value(delta))

@@ -23,7 +23,9 @@ def random_flip(x: Tensor, generator: torch.Generator, p: float = 0.5) -> Tensor
     [2.0, 1.0, 0.0]
     """
     if x.ndim != 4 or not 0 <= p <= 1:
-        raise InputError(f"expected images (B, C, H, W) and p in [0, 1], got shape {tuple(x.shape)} and p = {p}")
+        raise InputError(
+            f"expected images (B, C, H, W) and p in [0, 1], got shape {tuple(x.shape)} and p = {p}"
+        )
     flipped = torch.rand(len(x), generator=generator, device=generator.device) < p
     return fresh_strides(torch.where(flipped.to(x.device)[:, None, None, None], x.flip(-1), x))
 
@@ -46,7 +48,9 @@ def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tens
         )
     height, width = x.shape[2:]
     padded = functional.pad(x, [padding] * 4)
-    corners = torch.randint(2 * padding + 1, (len(x), 2), generator=generator, device=generator.device).to(x.device)
+    corners = torch.randint(
+        2 * padding + 1, (len(x), 2), generator=generator, device=generator.device
+    ).to(x.device)
     rows = corners[:, :1] + torch.arange(height, device=x.device)
     columns = corners[:, 1:] + torch.arange(width, device=x.device)
     images = torch.arange(len(x), device=x.device)[:, None, None]

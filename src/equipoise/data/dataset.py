@@ -200,7 +200,11 @@ class Dataset:
     @functools.cached_property
     def _fingerprint(self) -> str:
         dtype = self.source.dtype.newbyteorder("<")
-        digest = Digest(repr(["equipoise-data-1", dtype.str, (len(self), *self.input_shape), self.source.divisor]))
+        digest = Digest(
+            repr(
+                ["equipoise-data-1", dtype.str, (len(self), *self.input_shape), self.source.divisor]
+            )
+        )
         chunk = max(1, _CHUNK_BYTES // (dtype.itemsize * int(np.prod(self.input_shape))))
         for start in range(0, len(self), chunk):
             positions = np.arange(start, min(start + chunk, len(self)))
@@ -265,7 +269,9 @@ def arrange(inputs: Array, where: str, layout: Layout = "auto") -> Array:
                 "say layout='NHWC' or 'NCHW' (--set layout=NHWC)"
             )
     if axes != {"NHWC": 4, "NCHW": 4, "NHW": 3, "as-is": axes}.get(chosen):
-        raise InputError(f"{where} has {axes} axes, expected layout NHWC, NCHW, NHW or as-is to fit, got {layout!r}")
+        raise InputError(
+            f"{where} has {axes} axes, expected layout NHWC, NCHW, NHW or as-is to fit, got {layout!r}"
+        )
     if chosen == "NHW":
         inputs = inputs[:, None]
     if chosen == "NHWC":
@@ -301,7 +307,9 @@ def check_labels(labels: Array, count: int, num_classes: int | None, where: str)
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise InputError(f"{where}: labels must be one integer per row, got {labels.dtype} of shape {labels.shape}")
+        raise InputError(
+            f"{where}: labels must be one integer per row, got {labels.dtype} of shape {labels.shape}"
+        )
     if len(labels) != count:
         raise InputError(f"{where}: {count} inputs but {len(labels)} labels")
     if count == 0:
@@ -337,10 +345,16 @@ def as_dataset(
         return data
     if isinstance(data, np.ndarray | Tensor):
         return Dataset.from_arrays(data, None, name=name, layout=layout)
-    is_pair = isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data)
+    is_pair = (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(hasattr(part, "shape") for part in data)
+    )
     if is_pair or isinstance(data, Mapping):
         inputs, labels = pair_of(data, columns, name)
-        return Dataset.from_arrays(inputs, labels, name=name, num_classes=num_classes, layout=layout)
+        return Dataset.from_arrays(
+            inputs, labels, name=name, num_classes=num_classes, layout=layout
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise InputError(
             f"{name} is a {type(data).__name__}; expected a Dataset, a pair (inputs, labels) of arrays, or a "
@@ -351,23 +365,33 @@ def as_dataset(
 
     first, again = (_item(data, 0, name, layout, columns)[0] for _ in range(2))
     if not np.array_equal(first, again, equal_nan=True):
-        raise InputError(f"{name} gives another input each time it is read: leave the augmentation out")
+        raise InputError(
+            f"{name} gives another input each time it is read: leave the augmentation out"
+        )
     labels = getattr(data, "targets", getattr(data, "labels", None))
     if labels is None or np.shape(labels) != (len(data),):
         labels = [_item(data, row, name, layout, columns)[1] for row in range(len(data))]
     read = functools.partial(_read_items, data, name, layout, columns)
     source = Source(len(data), first.shape, first.dtype, read)
-    return Dataset.from_source(source, as_array(labels, f"{name}: the labels"), name=name, num_classes=num_classes)
+    return Dataset.from_source(
+        source, as_array(labels, f"{name}: the labels"), name=name, num_classes=num_classes
+    )
 
 
-def _item(data: Any, row: int, name: str, layout: Layout, columns: Names | None) -> tuple[Array, Array]:
+def _item(
+    data: Any, row: int, name: str, layout: Layout, columns: Names | None
+) -> tuple[Array, Array]:
     """One input and its label of a map-style dataset."""
     where = f"{name}: row {row}"
     x, y = pair_of(guarded(lambda: data[row], f"row {row} of {name}"), columns, where)
-    return arrange(as_array(x, where)[None], where, layout)[0], as_array(y, f"{where}, its label").reshape(-1)[0]
+    return arrange(as_array(x, where)[None], where, layout)[0], as_array(
+        y, f"{where}, its label"
+    ).reshape(-1)[0]
 
 
-def _read_items(data: Any, name: str, layout: Layout, columns: Names | None, rows: Ints) -> list[Array]:
+def _read_items(
+    data: Any, name: str, layout: Layout, columns: Names | None, rows: Ints
+) -> list[Array]:
     return [_item(data, int(row), name, layout, columns)[0] for row in rows]
 
 
@@ -404,5 +428,7 @@ def find_columns(names: Sequence[str], columns: Names | None, where: str) -> tup
     image, label = (next((name for name in some if name in names), None) for some in usual)
     missing = columns is not None and columns[1] != "" and label is None
     if image is None or missing or len(set(names)) < len(names):
-        raise InputError(f"{where} has the columns {', '.join(names)[:200]}: name two of them, columns=(image, label)")
+        raise InputError(
+            f"{where} has the columns {', '.join(names)[:200]}: name two of them, columns=(image, label)"
+        )
     return image, label

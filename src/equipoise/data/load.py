@@ -78,7 +78,9 @@ def load_dataset(
     if size is not None:
         size = size if isinstance(size, tuple) else (size, size)
         if len(size) != 2 or not all(isinstance(s, int) and 1 <= s <= 4096 for s in size):
-            raise InputError(f"size must be one or two whole numbers between 1 and 4096, got {size!r}")
+            raise InputError(
+                f"size must be one or two whole numbers between 1 and 4096, got {size!r}"
+            )
     try:
         spec, split = _split_in(str(spec), split)
         reader, source = _reader_of(spec)
@@ -89,7 +91,9 @@ def load_dataset(
             raise InputError(f"{unused.pop()}= has no meaning for {spec}: leave it out")
         dataset = reader(source, split, num_classes=num_classes, **options)
     except OSError as error:
-        raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error
+        raise InputError(
+            f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}"
+        ) from error
     if labelled and not dataset.labelled:
         raise InputError(f"{spec[:200]} has no labels, which are needed here")
     return dataset
@@ -113,16 +117,23 @@ def _reader_of(spec: str) -> tuple[Callable[..., Dataset], Any]:
     if spec and path.is_dir():
         return (_read_tables, path) if _tables_in(path) else (_read_pictures, path)
     if spec and path.is_file():
-        readers: dict[str, Callable[..., Dataset]] = {".npz": _read_archive, ".parquet": _read_tables}
+        readers: dict[str, Callable[..., Dataset]] = {
+            ".npz": _read_archive,
+            ".parquet": _read_tables,
+        }
         if path.suffix not in readers:
             raise InputError(f"{path.name} is a file of an unsupported kind; expected {expected}")
         return readers[path.suffix], path
     if SPEC.match(spec):
         return _read_factory, spec
-    raise InputError(f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {expected}")
+    raise InputError(
+        f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {expected}"
+    )
 
 
-def load_digits(name: str = "digits", split: str | None = None, num_classes: int | None = None) -> Dataset:
+def load_digits(
+    name: str = "digits", split: str | None = None, num_classes: int | None = None
+) -> Dataset:
     """The bundled 1,797 handwritten digits, inputs (1, 8, 8) in [0, 1], so that the demo needs no download.
 
     Optical Recognition of Handwritten Digits, E. Alpaydin & C. Kaynak, UCI Machine Learning Repository (1998),
@@ -170,7 +181,9 @@ def _optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise InputError(f"reading this data needs {package}: pip install 'equipoise[data]'") from error
+        raise InputError(
+            f"reading this data needs {package}: pip install 'equipoise[data]'"
+        ) from error
 
 
 # ---- NumPy archives ---------------------------------------------------------------------------------------------------
@@ -189,18 +202,32 @@ def _read_archive(
     name = name or path.name
     try:
         with zipfile.ZipFile(open_regular(path)) as archive:
-            pairs = _pairs([entry.removesuffix(".npy") for entry in archive.namelist() if entry.endswith(".npy")])
+            pairs = _pairs(
+                [
+                    entry.removesuffix(".npy")
+                    for entry in archive.namelist()
+                    if entry.endswith(".npy")
+                ]
+            )
             if not pairs:
-                raise InputError(f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone")
+                raise InputError(
+                    f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone"
+                )
             chosen = _choose_split(split, list(pairs), name)
-            labels = {part: _array(archive, y, name, max_bytes) for part, (_, y) in pairs.items() if y is not None}
+            labels = {
+                part: _array(archive, y, name, max_bytes)
+                for part, (_, y) in pairs.items()
+                if y is not None
+            }
             inputs = _array(archive, pairs[chosen][0], name, max_bytes)
     except InputError:
         raise
     except Exception as error:  # zipfile has many ways to fail on a damaged file
         raise InputError(f"{name} is not a readable .npz: {one_line(error)}") from error
     if num_classes is None and labels:  # a single split may lack the last class
-        num_classes = 1 + max(int(check_labels(y, len(y), None, name).max()) for y in labels.values())
+        num_classes = 1 + max(
+            int(check_labels(y, len(y), None, name).max()) for y in labels.values()
+        )
     return Dataset.from_arrays(
         inputs, labels.get(chosen), name=name, num_classes=num_classes, layout=layout, scale=scale
     )
@@ -210,22 +237,32 @@ def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
     """Split → (key of the inputs, key of the labels); arrays without a split's name are the split "all"."""
 
     def named(usual: tuple[str, ...]) -> dict[str, str]:
-        return {key.partition("_")[2] or "all": key for key in keys if key.partition("_")[0] in usual}
+        return {
+            key.partition("_")[2] or "all": key for key in keys if key.partition("_")[0] in usual
+        }
 
     inputs, labels = named(IMAGES), named(LABELS)
-    return {part: (key, labels.get(part)) for part, key in inputs.items() if part in labels or not labels}
+    return {
+        part: (key, labels.get(part))
+        for part, key in inputs.items()
+        if part in labels or not labels
+    }
 
 
 def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> Array:
     entry = archive.getinfo(f"{key}.npy")
     if entry.file_size > max_bytes:  # zipfile never unpacks more than this
-        raise InputError(f"{name}: {key} declares {entry.file_size:,} bytes, the limit is {max_bytes:,} (max_bytes=)")
+        raise InputError(
+            f"{name}: {key} declares {entry.file_size:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
+        )
     try:
         with archive.open(entry) as file:
             array = npy.read_array(file, allow_pickle=False)
             rest = file.read(1)
     except Exception as error:  # NumPy and zlib have many ways to fail on a damaged file
-        raise InputError(f"{name}: {key} is not a readable array: {one_line(error)[:160]}") from error
+        raise InputError(
+            f"{name}: {key} is not a readable array: {one_line(error)[:160]}"
+        ) from error
     if rest:
         raise InputError(f"{name}: {key} is longer than its header declares")
     return array
@@ -234,7 +271,9 @@ def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> Arr
 # ---- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def decode_picture(data: bytes | Path, where: str, size: Size | None = None, channels: int | None = None) -> Array:
+def decode_picture(
+    data: bytes | Path, where: str, size: Size | None = None, channels: int | None = None
+) -> Array:
     """One picture as bytes (C, H, W); a rotation noted in EXIF is not applied.
 
     Args:
@@ -245,38 +284,60 @@ def decode_picture(data: bytes | Path, where: str, size: Size | None = None, cha
     """
     image = _optional("PIL.Image", "pillow")
     try:
-        with image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS) as picture:
+        with image.open(
+            io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS
+        ) as picture:
             width, height = picture.size
             gray = picture.mode in ("1", "L")
             if width * height > MAX_PIXELS:
-                raise InputError(f"{where} declares {width}×{height} pixels, the limit is {MAX_PIXELS:,}")
+                raise InputError(
+                    f"{where} declares {width}×{height} pixels, the limit is {MAX_PIXELS:,}"
+                )
             if picture.has_transparency_data or picture.mode[0] in "IF":
-                raise InputError(f"{where} has the mode {picture.mode}: convert it to 8-bit gray or RGB, without alpha")
+                raise InputError(
+                    f"{where} has the mode {picture.mode}: convert it to 8-bit gray or RGB, without alpha"
+                )
             if channels == 1 and not gray:
-                raise InputError(f"{where} is in color, but the first picture is gray: convert all to one of the two")
+                raise InputError(
+                    f"{where} is in color, but the first picture is gray: convert all to one of the two"
+                )
             picture = picture.convert("L" if gray and channels != 3 else "RGB")
             if size is not None:
-                picture = _optional("PIL.ImageOps", "pillow").fit(picture, size[::-1], image.Resampling.BILINEAR)
+                picture = _optional("PIL.ImageOps", "pillow").fit(
+                    picture, size[::-1], image.Resampling.BILINEAR
+                )
             pixels = np.asarray(picture, dtype=np.uint8)
     except InputError:
         raise
     except Exception as error:  # pillow has many ways to fail on a damaged file
-        raise InputError(f"{where} cannot be decoded as {', '.join(FORMATS)}: {one_line(error)[:160]}") from error
+        raise InputError(
+            f"{where} cannot be decoded as {', '.join(FORMATS)}: {one_line(error)[:160]}"
+        ) from error
     return pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)
 
 
-def _decode_files(files: list[Path], size: Size | None, channels: int | None, rows: Ints) -> list[Array]:
+def _decode_files(
+    files: list[Path], size: Size | None, channels: int | None, rows: Ints
+) -> list[Array]:
     return [decode_picture(files[row], str(files[row]), size, channels) for row in rows]
 
 
-def _read_pictures(root: Path, split: str | None, num_classes: int | None, size: Size | None = None) -> Dataset:
+def _read_pictures(
+    root: Path, split: str | None, num_classes: int | None, size: Size | None = None
+) -> Dataset:
     """`root/class/…` or `root/split/class/…`, labels in the order of the sorted class names; `root/…` has no labels."""
     files: list[Path] = []
     for pattern in ("*/*", "*/*/*", "*"):
-        visible = [p for p in root.glob(pattern) if not re.search(r"(^|/)[._]", p.relative_to(root).as_posix())]
+        visible = [
+            p
+            for p in root.glob(pattern)
+            if not re.search(r"(^|/)[._]", p.relative_to(root).as_posix())
+        ]
         files = files or sorted(p for p in visible if p.suffix.lower() in SUFFIXES and p.is_file())
     if not files:
-        raise InputError(f"{root}: expected .parquet files, or class folders of pictures ({', '.join(SUFFIXES)})")
+        raise InputError(
+            f"{root}: expected .parquet files, or class folders of pictures ({', '.join(SUFFIXES)})"
+        )
     depth = len(files[0].relative_to(root).parts)
     if depth == 3:
         splits = sorted({file.parts[-3] for file in files})
@@ -286,12 +347,19 @@ def _read_pictures(root: Path, split: str | None, num_classes: int | None, size:
         _choose_split(split, ["all"], str(root))
 
     first = _decode_files(files, size, None, np.zeros(1, np.int64))[0]
-    source = Source(len(files), first.shape, first.dtype, functools.partial(_decode_files, files, size, len(first)))
+    source = Source(
+        len(files),
+        first.shape,
+        first.dtype,
+        functools.partial(_decode_files, files, size, len(first)),
+    )
     name = root.resolve().name
     if depth == 1:
         return Dataset.from_source(source, None, name=name)
     # the classes of all splits, empty folders included, so that labels agree
-    classes = sorted({folder.name for folder in root.glob("*/" * (depth - 1)) if folder.name[0] not in "._"})
+    classes = sorted(
+        {folder.name for folder in root.glob("*/" * (depth - 1)) if folder.name[0] not in "._"}
+    )
     labels = np.array([classes.index(file.parent.name) for file in files])
     return Dataset.from_source(source, labels, name=name, num_classes=num_classes, classes=classes)
 
@@ -306,7 +374,9 @@ def _tables_in(folder: Path) -> dict[str, list[Path]]:
     parts: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         nested = path.parent != folder and path.parent.name != "data"
-        parts.setdefault(path.parent.name if nested else _SHARD.sub(r"\1", path.stem), []).append(path)
+        parts.setdefault(path.parent.name if nested else _SHARD.sub(r"\1", path.stem), []).append(
+            path
+        )
     return parts
 
 
@@ -325,7 +395,9 @@ def _read_tables(
     for file in files if path.is_dir() else ():
         shard = _SHARD.fullmatch(file.stem)
         if shard and int(shard[2]) != len(files):
-            raise InputError(f"{path}: {file.name} is one of {int(shard[2])} files, but there are {len(files)}")
+            raise InputError(
+                f"{path}: {file.name} is one of {int(shard[2])} files, but there are {len(files)}"
+            )
     tables = [_read_table(file, max_bytes) for file in files]
     for file, table in zip(files, tables, strict=True):
         if not table.schema.equals(tables[0].schema, check_metadata=True):
@@ -341,12 +413,17 @@ def _read_tables(
     if label is not None:
         column = whole.column(label)
         if column.null_count or not pa.types.is_integer(column.type):
-            raise InputError(f"{name}: {label} is {column.type} with {column.null_count} gaps, expected integer labels")
+            raise InputError(
+                f"{name}: {label} is {column.type} with {column.null_count} gaps, expected integer labels"
+            )
         labels = column.to_numpy()
     cells = whole.column(image)
     first = _cells(cells, name, size, None, layout, np.zeros(1, np.int64))[0]
     source = Source(
-        len(cells), first.shape, first.dtype, functools.partial(_cells, cells, name, size, len(first), layout)
+        len(cells),
+        first.shape,
+        first.dtype,
+        functools.partial(_cells, cells, name, size, len(first), layout),
     )
     return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
 
@@ -360,23 +437,34 @@ def _read_table(path: Path, max_bytes: int) -> Any:
             groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
             declared = sum(max(group.total_byte_size, 8 * group.num_rows) for group in groups)
             if declared > max_bytes:
-                raise InputError(f"{path.name} declares {declared:,} bytes, the limit is {max_bytes:,} (max_bytes=)")
+                raise InputError(
+                    f"{path.name} declares {declared:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
+                )
             table = file.read()
         table.validate(full=True)
     except InputError:
         raise
     except Exception as error:  # pyarrow has many ways to fail on a damaged file
-        raise InputError(f"{path.name} is not a readable Parquet file: {one_line(error)}") from error
+        raise InputError(
+            f"{path.name} is not a readable Parquet file: {one_line(error)}"
+        ) from error
     return table
 
 
-def _cells(column: Any, name: str, size: Size | None, channels: int | None, layout: Layout, rows: Ints) -> Any:
+def _cells(
+    column: Any, name: str, size: Size | None, channels: int | None, layout: Layout, rows: Ints
+) -> Any:
     """The inputs in some cells: pictures are decoded, lists of numbers must have equal lengths."""
     values = [column[int(row)].as_py() for row in rows]
-    if all(isinstance(value, dict) for value in values):  # Hugging Face's {bytes, path}; the path is never opened
+    if all(
+        isinstance(value, dict) for value in values
+    ):  # Hugging Face's {bytes, path}; the path is never opened
         values = [value.get("bytes") for value in values]
     if all(isinstance(value, bytes) for value in values):
-        return [decode_picture(v, f"{name}: row {row}", size, channels) for row, v in zip(rows, values, strict=True)]
+        return [
+            decode_picture(v, f"{name}: row {row}", size, channels)
+            for row, v in zip(rows, values, strict=True)
+        ]
 
     inner = column.type
     while hasattr(inner, "value_type"):

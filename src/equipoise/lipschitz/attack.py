@@ -63,7 +63,9 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
         b: the other.
         radius: of the balls.
     """
-    slack = 1 + 1e-9  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
+    slack = (
+        1 + 1e-9
+    )  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
     gap = _length(a - b) * slack
     inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
     counts = inside & (gap > 1e-140)  # squares may vanish
@@ -73,7 +75,9 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
     return torch.where(counts & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
 
 
-def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> tuple[list[Pair], str]:
+def search_pairs(
+    f: Function, x: Tensor, radius: float, steps: int, seed: int
+) -> tuple[list[Pair], str]:
     """Pairs that stretch much: along the direction of the largest singular value, and climbed from there by gradients.
 
     Where the network has no gradient, along random directions; then a note says so.
@@ -86,7 +90,9 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
         seed: of the starting points.
     """
     generator = torch.Generator().manual_seed(seed)
-    start, noise, *directions = torch.randn(steps + 2, *x.shape, generator=generator, dtype=torch.float64)
+    start, noise, *directions = torch.randn(
+        steps + 2, *x.shape, generator=generator, dtype=torch.float64
+    )
     pairs = []
     note = ""
     try:
@@ -100,7 +106,9 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
     return [*pairs, *((x + d, x - d) for d in offsets)], note
 
 
-def _climbed(f: Function, x: Tensor, direction: Tensor, noise: Tensor, radius: float, steps: int) -> Pair:
+def _climbed(
+    f: Function, x: Tensor, direction: Tensor, noise: Tensor, radius: float, steps: int
+) -> Pair:
     """The best pair met by gradient ascent on the stretch."""
     a = project(0.5 * radius * direction, radius)
     b = -a + project(0.1 * radius * unit(noise), radius)
@@ -124,7 +132,9 @@ def as_function(program: Program) -> Function:
     """The captured program in float64 on a batch, as the real function it stands for."""
 
     def one(sample: Tensor) -> Tensor:
-        return torch.cat([t.double().flatten() for t in run_program(program, [sample[None]], exact=True)])
+        return torch.cat(
+            [t.double().flatten() for t in run_program(program, [sample[None]], exact=True)]
+        )
 
     def batch(x: Tensor) -> Tensor:
         try:

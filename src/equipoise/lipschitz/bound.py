@@ -64,7 +64,9 @@ def lipschitz_bound(
     require_positive(rtol=rtol)
     require_one_of(get_args(ChainMethod), chain=chain)
     if example_input is None and not isinstance(model, ExportedProgram):
-        raise InputError("lipschitz_bound needs example_input: the bound depends on the input's shape")
+        raise InputError(
+            "lipschitz_bound needs example_input: the bound depends on the input's shape"
+        )
     model, example_input, stored = in_single_precision(model, example_input)
     program = capture(model, example_input, batch_dim=batch_dim)
     if ball is not None and isinstance(model, ExportedProgram):
@@ -88,10 +90,22 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
     if chain == "multipliers":
         multipliers = whole_bound(run, Cache(rtol))
         together = multipliers if together is None else min(multipliers, together)
-    totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
+    totals = {
+        "product": run.product,
+        "fused": run.fused,
+        "chain": math.inf if together is None else together,
+    }
     method = min(totals, key=lambda name: totals[name])
     return Report(
-        totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together, pair_constants(run)
+        totals[method],
+        run.product,
+        run.fused,
+        rows(run),
+        method,
+        ball,
+        program.notes,
+        together,
+        pair_constants(run),
     )
 
 
@@ -110,7 +124,12 @@ def rows(run: Propagation) -> tuple[Row, ...]:
     """A row per operation that changes distances; views, shifts and identities are left out."""
     weights = elasticities(run)
     blocks = {node: block for node in run.program.nodes if (block := winner(run, node)) is not None}
-    inside = {member for block in blocks.values() for member in block.members if member is not block.output}
+    inside = {
+        member
+        for block in blocks.values()
+        for member in block.members
+        if member is not block.output
+    }
     layers = []
     for node in run.program.nodes:
         if node in blocks:
@@ -119,12 +138,23 @@ def rows(run: Propagation) -> tuple[Row, ...]:
             layers.append(_row(run, node, weights[node]))
     added = [row.weight * math.log(row.upper) if row.upper > 0 else 0.0 for row in layers]
     total = math.fsum(map(abs, added)) or 1.0
-    return tuple(replace(row, share=value / total) for row, value in zip(layers, added, strict=True))
+    return tuple(
+        replace(row, share=value / total) for row, value in zip(layers, added, strict=True)
+    )
 
 
 def _block_row(block: Region, weight: float) -> Row:
     shape = f"{_show(block.source)}→{_show(block.output)}"
-    return Row(block.name, block.output.name, block.kind, shape, math.nan, block.bound, block.method, weight)
+    return Row(
+        block.name,
+        block.output.name,
+        block.kind,
+        shape,
+        math.nan,
+        block.bound,
+        block.method,
+        weight,
+    )
 
 
 def _row(run: Propagation, node: fx.Node, weight: float) -> Row:

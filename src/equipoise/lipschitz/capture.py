@@ -55,7 +55,9 @@ class Program:
     native: dict[fx.Node, Any] = field(default_factory=dict, repr=False)
 
 
-def capture(model: nn.Module | ExportedProgram, example_input: Any, *, batch_dim: int | None = 0) -> Program:
+def capture(
+    model: nn.Module | ExportedProgram, example_input: Any, *, batch_dim: int | None = 0
+) -> Program:
     """Capture the model on one example; with a batch of several, on the first sample (see `choose_example`).
 
     Args:
@@ -85,8 +87,12 @@ def require_module(model: Any) -> None:
     matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
     for path, module in model.named_modules():
         if "quantized" in type(module).__module__:
-            raise Refused(f"module {path} computes in integers, which round: bound the network that was quantised")
-        if module.training and (isinstance(module, matters) or not type(module).__module__.startswith("torch.nn.")):
+            raise Refused(
+                f"module {path} computes in integers, which round: bound the network that was quantised"
+            )
+        if module.training and (
+            isinstance(module, matters) or not type(module).__module__.startswith("torch.nn.")
+        ):
             raise Refused(
                 f"module {path or 'the model'} ({type(module).__name__}) is in training mode, in which the map depends on the "
                 "batch or on chance; call model.eval() first"
@@ -109,7 +115,9 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
     for x in examples:
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
             kind = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} must be a tensor or a tuple of tensors, dense and with values, got {kind}")
+            raise InputError(
+                f"{name} must be a tensor or a tuple of tensors, dense and with values, got {kind}"
+            )
         if x.dtype not in (torch.float32, torch.float64):
             raise Refused(
                 f"{name} has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 (for tokens, bound "
@@ -131,7 +139,9 @@ def as_batch(x: Any) -> Tensor:
             "lipschitz_bound, which takes several"
         )
     if examples[0].dim() < 2 or not bool(torch.isfinite(examples[0]).all()):
-        raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}")
+        raise InputError(
+            f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}"
+        )
     return examples[0]
 
 
@@ -157,10 +167,16 @@ def in_single_precision(model: Any, example_input: Any) -> tuple[Any, Any, str]:
     model = copy.deepcopy(model)._apply(widen)
     example_input = torch.utils._pytree.tree_map_only(Tensor, widen, example_input)
     stored = ", ".join(sorted(str(d).removeprefix("torch.") for d in narrow))
-    return model, example_input, f"stored in {stored}: the bound is for the real map of the stored weights"
+    return (
+        model,
+        example_input,
+        f"stored in {stored}: the bound is for the real map of the stored weights",
+    )
 
 
-def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None = 0) -> tuple[Examples, str, str]:
+def choose_example(
+    model: nn.Module, examples: Examples, batch_dim: int | None = 0
+) -> tuple[Examples, str, str]:
     """One sample, as a batch of one, where the model treats `batch_dim` as a batch; else the whole example.
 
     The whole where there is no batch dimension, and where the model does not run on one sample. There is no bound per sample
@@ -179,7 +195,9 @@ def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None =
         why = "batch_dim is None" if batch_dim is None else "the input has no batch dimension"
         return examples, f"{why}: the bound is for the input as a whole", ""
     if not all(-x.dim() <= batch_dim < x.dim() for x in examples):
-        raise InputError(f"batch_dim is {batch_dim}, but the inputs have shapes {[tuple(x.shape) for x in examples]}")
+        raise InputError(
+            f"batch_dim is {batch_dim}, but the inputs have shapes {[tuple(x.shape) for x in examples]}"
+        )
     count = examples[0].shape[batch_dim]
     single = _sample(examples, batch_dim, 0)
     alone = _outputs(model, single)
@@ -189,11 +207,19 @@ def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None =
     batch = _samples(examples, batch_dim)
     together = _outputs(model, batch)
     size = batch[0].shape[batch_dim]
-    dims = [None] if together is None else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
+    dims = (
+        [None]
+        if together is None
+        else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
+    )
     if None in dims:
         what = "an output has no batch dimension, or the model does not run on several samples"
         todo = "pass one sample, or batch_dim=None to bound the input as a whole"
-        return single, f"{what}: the bound is for a batch of one", f"{what}; {todo}" if count > 1 else ""
+        return (
+            single,
+            f"{what}: the bound is for a batch of one",
+            f"{what}; {todo}" if count > 1 else "",
+        )
     return single, "", _MIXED if _samples_mix(model, batch, batch_dim, dims) else ""
 
 
@@ -222,7 +248,10 @@ def _samples(examples: Examples, dim: int) -> Examples:
         size = max(_FEWEST, min(count, _MOST))
     generator = torch.Generator().manual_seed(0)
     shapes = [[size if d == dim % x.dim() else n for d, n in enumerate(x.shape)] for x in examples]
-    noise = [torch.randn(shape, generator=generator, dtype=x.dtype) for shape, x in zip(shapes, examples, strict=True)]
+    noise = [
+        torch.randn(shape, generator=generator, dtype=x.dtype)
+        for shape, x in zip(shapes, examples, strict=True)
+    ]
     return tuple(n.to(x.device) for n, x in zip(noise, examples, strict=True))
 
 
@@ -231,7 +260,11 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
     if alone.dim() != together.dim():
         return None
     grown = [d for d, (a, t) in enumerate(zip(alone.shape, together.shape, strict=True)) if a != t]
-    return grown[0] if len(grown) == 1 and together.shape[grown[0]] == size * alone.shape[grown[0]] else None
+    return (
+        grown[0]
+        if len(grown) == 1 and together.shape[grown[0]] == size * alone.shape[grown[0]]
+        else None
+    )
 
 
 def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
@@ -298,7 +331,9 @@ def _captured(model: nn.Module, examples: Examples) -> Program:
         return program
     with counted_calls() as counts, torch.no_grad():
         model(*examples)
-    return replace(program, regions=find_regions(model, program.inputs, program.nodes, program.outputs, counts))
+    return replace(
+        program, regions=find_regions(model, program.inputs, program.nodes, program.outputs, counts)
+    )
 
 
 #: largest difference between the program and the model, relative to the largest entry, that rounding may explain
@@ -318,7 +353,11 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
         points.append(tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True)))
     for i, point in enumerate(points):
         with torch.set_grad_enabled(i == 1):
-            if not _holds(model, point, lambda net, some: _same_values(net, program, some, exact=net is not model)):
+            if not _holds(
+                model,
+                point,
+                lambda net, some: _same_values(net, program, some, exact=net is not model),
+            ):
                 return False
     return True
 
@@ -328,7 +367,9 @@ def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: 
     theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
     with torch.no_grad():
         ours = run_program(program, point, exact=exact)
-    return len(ours) == len(theirs) and all(_agree(a, b, _ROUNDING) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        _agree(a, b, _ROUNDING) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
@@ -348,7 +389,10 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
 
     start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
     values = evaluate(program.nodes, constant, start, exact=exact)
-    outputs = [values[o] if o in values else program.constants.get(o) for o in _returned(program.inputs[0].graph)]
+    outputs = [
+        values[o] if o in values else program.constants.get(o)
+        for o in _returned(program.inputs[0].graph)
+    ]
     return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
@@ -358,7 +402,9 @@ def _agree(a: Tensor, b: Tensor, rounding: dict[torch.dtype, float], least: floa
         return False
     finite = torch.cat([a[a.isfinite()], b[b.isfinite()]]).abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=0, atol=rounding.get(a.dtype, 1e-2) * (largest + least), equal_nan=True)
+    return torch.allclose(
+        a, b, rtol=0, atol=rounding.get(a.dtype, 1e-2) * (largest + least), equal_nan=True
+    )
 
 
 @contextlib.contextmanager
@@ -368,11 +414,17 @@ def _exporting() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             _ = cudnn.allow_tf32
-        except RuntimeError:  # precision was set by the new switches, and the exporter reads the old one
+        except (
+            RuntimeError
+        ):  # precision was set by the new switches, and the exporter reads the old one
             for owner in (cudnn.conv, cudnn.rnn):
                 stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
             cudnn.allow_tf32 = True
-        with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
+        with (
+            warnings.catch_warnings(),
+            unlogged(),
+            contextlib.redirect_stderr(io.StringIO()) as printed,
+        ):
             warnings.simplefilter("ignore")
             yield
     if printed.getvalue():  # by the network itself, since nothing was raised
@@ -418,7 +470,9 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
         ) from error
     if program.graph_signature.buffers_to_mutate:
         names = ", ".join(program.graph_signature.buffers_to_mutate.values())
-        raise Refused(f"the forward changes a parameter or buffer ({names}): the map differs from call to call")
+        raise Refused(
+            f"the forward changes a parameter or buffer ({names}): the map differs from call to call"
+        )
     return program
 
 
@@ -433,7 +487,9 @@ def analyse(program: ExportedProgram) -> Program:
             inputs.append(node)
     if not inputs:
         raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
-    changed = len(program.graph_signature.user_inputs_to_mutate)  # their new values come before the outputs
+    changed = len(
+        program.graph_signature.user_inputs_to_mutate
+    )  # their new values come before the outputs
     plain = decompose(program.graph_module.graph, inputs)
     returned = next(n for n in plain.graph.nodes if n.op == "output")
     returned.args = (returned.args[0][changed:],)
@@ -441,7 +497,9 @@ def analyse(program: ExportedProgram) -> Program:
 
 
 def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Node]) -> Program:
-    values: dict[fx.Node, Any] = {plain.places[n]: v for n, v in lifted(program).items()} | plain.constants
+    values: dict[fx.Node, Any] = {
+        plain.places[n]: v for n, v in lifted(program).items()
+    } | plain.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
     live, moving = _ancestors(plain.graph), set(inputs)
@@ -451,7 +509,9 @@ def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Nod
         if node.op != "call_function" or node not in live:
             continue
         if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _PLAIN:
-            raise Refused(f"{where(node)}: {node.target} is not a tensor operation; export the model as plain aten")
+            raise Refused(
+                f"{where(node)}: {node.target} is not a tensor operation; export the model as plain aten"
+            )
         if not any(i in moving for i in node.all_input_nodes):
             if node in plain.added:
                 native[node] = _evaluate(node, {**values, **native}.__getitem__)
@@ -467,7 +527,9 @@ def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Nod
     outputs = tuple(o for o in _returned(plain.graph) if o in moving)
     for node in outputs:
         if any(t.is_complex() for t in flat_tensors(node.meta.get("val"))):
-            raise Refused(f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them")
+            raise Refused(
+                f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them"
+            )
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
 
 
@@ -507,11 +569,17 @@ def _narrow_constants(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any]
 def _require_tensor(node: fx.Node) -> None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        raise Refused(f"input {node.name!r} is a {type(value).__name__}, not a tensor; fix it inside the model first")
+        raise Refused(
+            f"input {node.name!r} is a {type(value).__name__}, not a tensor; fix it inside the model first"
+        )
     if not all(isinstance(s, int) for s in value.shape):
-        raise Refused(f"input {node.name!r} has a symbolic shape {tuple(value.shape)}; export with static shapes")
+        raise Refused(
+            f"input {node.name!r} has a symbolic shape {tuple(value.shape)}; export with static shapes"
+        )
     if value.dtype not in (torch.float32, torch.float64):
-        raise Refused(f"input {node.name!r} has dtype {value.dtype}; the bound is for float32 or float64 inputs")
+        raise Refused(
+            f"input {node.name!r} has dtype {value.dtype}; the bound is for float32 or float64 inputs"
+        )
 
 
 def _ancestors(graph: fx.Graph) -> set[fx.Node]:
@@ -527,7 +595,9 @@ def _ancestors(graph: fx.Graph) -> set[fx.Node]:
 def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     """Run a node that does not see the input, as the model would; chance is refused."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        raise Refused(f"{where(node)} draws random numbers ({node.target}): the map differs from call to call")
+        raise Refused(
+            f"{where(node)} draws random numbers ({node.target}): the map differs from call to call"
+        )
     args: Any = fx.node.map_arg(node.args, value)
     with torch.no_grad():
         return node.target(*args, **fx.node.map_arg(node.kwargs, value))  # type: ignore[operator]

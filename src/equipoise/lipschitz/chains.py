@@ -53,10 +53,14 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
     for weight in weights:
         require_tensor(weight, "a weight of the chain", dims=2)
     if any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
-        raise InputError("every matrix of a chain takes as many inputs as the one before it has outputs")
+        raise InputError(
+            "every matrix of a chain takes as many inputs as the one before it has outputs"
+        )
     layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():
-        product = log_product(*(log_up(_norm(layer)) for layer in layers), *[log_up(max(map(abs, slopes)))] * hidden)
+        product = log_product(
+            *(log_up(_norm(layer)) for layer in layers), *[log_up(max(map(abs, slopes)))] * hidden
+        )
         closed = _closed_form(layers, [slopes] * hidden)
     return exp_up(product if closed is None else min(product, closed))
 
@@ -126,7 +130,9 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     B = A / a
     if q == 0:
         Y = t * eye - (m * m * t * t) * B
-        return _symmetric(Y, 0.0) - eye * inflate(16 * _U * (t * math.sqrt(n) + m * m * t * t * float(frobenius(B))))
+        return _symmetric(Y, 0.0) - eye * inflate(
+            16 * _U * (t * math.sqrt(n) + m * m * t * t * float(frobenius(B)))
+        )
     # B(I − qtB)⁻¹ = ((I − qtB)⁻¹ − I)/(qt): increasing in B for either sign of q, positive definite since qt·λ_max(B) < 1
     N = eye - (q * t) * B
     shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
@@ -137,7 +143,9 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     X, e = inverse
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
-    lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))) + 16 * _U * t * math.sqrt(n)
+    lost = abs(scale) * (
+        e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))
+    ) + 16 * _U * t * math.sqrt(n)
     return _symmetric(Y, 0.0) - eye * inflate(lost + 8 * _U * float(frobenius(Y)))
 
 

@@ -98,7 +98,11 @@ _NUMBERS = ("number", "Optional[number]", "Tensor")
 def read_scalars(node: fx.Node) -> None:
     """Replace numbers among the arguments by what they are in float32, where PyTorch computes the node in float32."""
     value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
-    if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.complex64) or schema is None:
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype not in (torch.float32, torch.complex64)
+        or schema is None
+    ):
         return
     for i, argument in enumerate(schema.arguments):
         if str(argument.type) not in _NUMBERS and argument.name not in ("value", "scale"):
@@ -136,7 +140,9 @@ def _recognise(node: fx.Node, result: Decomposed) -> None:
     last: fx.Node | None = None
     with result.graph.inserting_before(node):
         for target, args, keywords in chain:
-            last = result.graph.call_function(target, tuple(last if a is None and last else a for a in args), keywords)
+            last = result.graph.call_function(
+                target, tuple(last if a is None and last else a for a in args), keywords
+            )
             last.meta = dict(node.meta)
             result.added.add(last)
     assert last is not None
@@ -145,7 +151,11 @@ def _recognise(node: fx.Node, result: Decomposed) -> None:
 
 def _target(node: Any) -> Any:
     """The operation of a node without keywords; None of anything else."""
-    return node.target if isinstance(node, fx.Node) and node.op == "call_function" and not node.kwargs else None
+    return (
+        node.target
+        if isinstance(node, fx.Node) and node.op == "call_function" and not node.kwargs
+        else None
+    )
 
 
 _ADD = (_aten.add.Tensor, _aten.add.Scalar)
@@ -175,7 +185,9 @@ def _under_root(node: Any, power: float) -> Any:
             return node.args[0]
         case _aten.reciprocal.default, -0.5:
             return _under_root(node.args[0], 0.5)
-        case _aten.mul.Tensor, -0.5 if node.args[1] == 1:  # 1/√v is exported as a reciprocal times 1
+        case _aten.mul.Tensor, -0.5 if (
+            node.args[1] == 1
+        ):  # 1/√v is exported as a reciprocal times 1
             return _under_root(node.args[0], power)
     return None
 
@@ -187,7 +199,9 @@ def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
     squared, dims, kept = mean.args
     if kept is not True or list(dims) not in ([-1], [x.meta["val"].dim() - 1]):
         return False
-    return (_target(squared) is _aten.square.default and squared.args == (x,)) or _powers(squared, x) == {2: 1.0}
+    return (_target(squared) is _aten.square.default and squared.args == (x,)) or _powers(
+        squared, x
+    ) == {2: 1.0}
 
 
 def _gated(node: fx.Node) -> Chain | None:
@@ -220,13 +234,25 @@ def _gate(x: fx.Node, gate: fx.Node) -> tuple[Any, dict[str, Any], float, float]
     # constants may be stored in the tensor's dtype
     near = 1e-15 if x.meta["val"].dtype == torch.float64 else 2.0**-23
     inner: Any = gate.args[0] if _target(gate) else None
-    if _target(gate) is _aten.tanh.default and _target(inner) is _aten.softplus.default and inner.args == (x,):
+    if (
+        _target(gate) is _aten.tanh.default
+        and _target(inner) is _aten.softplus.default
+        and inner.args == (x,)
+    ):
         return _aten.mish.default, {}, 1.0, 1.0
     if _target(gate) is _aten.sigmoid.default:
         powers = _powers(inner, x)
         k = powers.get(1, 0.0)
-        return (_aten.silu.default, {}, k, 1 / k) if powers.keys() == {1} and _SMALLEST < abs(k) < _LARGEST else None
-    if _target(gate) not in _ADD or gate.args[1] != 1 or _target(inner) not in (_aten.tanh.default, _aten.erf.default):
+        return (
+            (_aten.silu.default, {}, k, 1 / k)
+            if powers.keys() == {1} and _SMALLEST < abs(k) < _LARGEST
+            else None
+        )
+    if (
+        _target(gate) not in _ADD
+        or gate.args[1] != 1
+        or _target(inner) not in (_aten.tanh.default, _aten.erf.default)
+    ):
         return None
     powers = _powers(inner.args[0], x)
     if _target(inner) is _aten.tanh.default:
@@ -281,7 +307,10 @@ def _product(node: Any) -> tuple[float, list[fx.Node]]:
             number = node.args[1]
             if _SMALLEST < abs(number) < _LARGEST:
                 scale, factors = _product(node.args[0])
-                return scale / number if node.target is _aten.div.Tensor else scale * number, factors
+                return (
+                    scale / number if node.target is _aten.div.Tensor else scale * number,
+                    factors,
+                )
         case _aten.mul.Tensor:
             pairs = [_product(a) for a in node.args]
             if all(len(factors) == 1 for _, factors in pairs):
@@ -310,7 +339,9 @@ def _attention(
     """`softmax(τ·QKᵀ)·V` with τ = 1/√d."""
     if dropout_p or enable_gqa:
         raise ValueError("attention with dropout or grouped queries; call model.eval() first")
-    scores = torch.matmul(q, k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    )
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
@@ -325,7 +356,9 @@ _OWN: dict[Any, Callable[..., Tensor]] = {_aten.scaled_dot_product_attention.def
 def _is_composed(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or has_rule(node):
         return False
-    return node.target in _OWN or node.target._can_decompose() or node.target.overloadpacket in _KNOWN
+    return (
+        node.target in _OWN or node.target._can_decompose() or node.target.overloadpacket in _KNOWN
+    )
 
 
 @functools.cache
@@ -369,7 +402,9 @@ def _write_out(node: fx.Node, result: Decomposed) -> None:
             f"{where(node)}: {node.target} has no Lipschitz rule and cannot be written out as operations that have one "
             f"({type(error).__name__}: {one_line(error)[:160]}); write it with other operations, or register a rule"
         ) from error
-    placed = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), sources, strict=True))
+    placed = dict(
+        zip((n for n in traced.graph.nodes if n.op == "placeholder"), sources, strict=True)
+    )
     with result.graph.inserting_before(node):
         for part in traced.graph.nodes:
             if part.op not in ("placeholder", "output"):
@@ -386,14 +421,20 @@ def is_mutable(graph: fx.Graph) -> bool:
 
 
 def _inserted(
-    part: fx.Node, node: fx.Node, traced: fx.GraphModule, placed: dict[fx.Node, fx.Node], result: Decomposed
+    part: fx.Node,
+    node: fx.Node,
+    traced: fx.GraphModule,
+    placed: dict[fx.Node, fx.Node],
+    result: Decomposed,
 ) -> fx.Node:
     if part.op == "get_attr":
         inserted = result.graph.create_node("get_attr", str(part.target))
         inserted.meta["val"] = result.constants[inserted] = getattr(traced, str(part.target))
     else:
         inserted = result.graph.node_copy(part, placed.__getitem__)
-    inserted.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    inserted.meta |= {
+        key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta
+    }
     result.added.add(inserted)
     return inserted
 
@@ -405,6 +446,8 @@ def _redirect(node: fx.Node, outputs: Any) -> None:
         return
     for user in list(node.users):
         if user.target is not operator.getitem:
-            raise Refused(f"{where(node)}: its results are used together by {user.name!r}; take them apart first")
+            raise Refused(
+                f"{where(node)}: its results are used together by {user.name!r}; take them apart first"
+            )
         user.replace_all_uses_with(outputs[user.args[1]])
         user.graph.erase_node(user)

@@ -21,7 +21,14 @@ from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import activated, carried, local_rounding, roundoff, supported, value
+from equipoise.lipschitz.tangent import (
+    activated,
+    carried,
+    local_rounding,
+    roundoff,
+    supported,
+    value,
+)
 from equipoise.lipschitz.values import exactly, first_of
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
@@ -62,7 +69,8 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
 def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], radius: float) -> Box:
     node = call.node
     short = min(
-        (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
+        (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())),
+        default=math.inf,
     )
     if isinstance(step.map, op.Opaque) and step.map.inside:
         return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
@@ -71,7 +79,9 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
 
     def combine(logs: Iterable[float]) -> float:
-        terms = [log_product(log_up(gain), size) for (_, gain), size in zip(sources, logs, strict=True)]
+        terms = [
+            log_product(log_up(gain), size) for (_, gain), size in zip(sources, logs, strict=True)
+        ]
         return log_root(terms) if step.combine == "root" else log_sum(terms)
 
     log = min(combine(b.log for b, _ in sources), short, run.facts[node].fused)
@@ -87,11 +97,17 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     dev = inflate(exp_up(combine(log_up(b.dev) for b, _ in sources)) + noise)
     rho = inflate(exp_up(combine(log_up(b.rho) for b, _ in sources)) + noise)
     half = inflate(half + rounding)
-    dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
+    dev = min(
+        dev,
+        float(frobenius(half.reshape(1, -1))),
+        inflate(exp_up(log_product(log, log_up(radius))) + rho),
+    )
     half = half.clamp_max(dev)
     if step.curve is not None:
         source, gain = step.gains[0]
-        log = min(log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0)))
+        log = min(
+            log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0))
+        )
     return Box(mid, half, dev, rho, log)
 
 
@@ -99,7 +115,9 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
 Image = tuple[Tensor, Tensor, Tensor]
 
 
-def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict[fx.Node, Box]) -> Image | None:
+def _image(
+    call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict[fx.Node, Box]
+) -> Image | None:
     """The image of the boxes of the operands; None where the operation has no entrywise rule."""
     read = [n for n in (*call.node.all_input_nodes, *(s.node for s, _ in step.gains)) if n in boxes]
     if not sources or any(boxes[n].mid is None for n in read):
@@ -109,8 +127,16 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     before, width = box.entries
     if isinstance(step.map, op.Normalised):
         mid = first_of(exactly(call.node, mids, call.lookup))
-        noise = gain * gamma(8 * before.shape[-1] + 64, torch.float64) * float(frobenius(before.reshape(1, -1)))
-        return mid, torch.full_like(mid, inflate(gain * box.dev)), inflate(noise) + 2.0**-40 * (mid.abs() + 1)
+        noise = (
+            gain
+            * gamma(8 * before.shape[-1] + 64, torch.float64)
+            * float(frobenius(before.reshape(1, -1)))
+        )
+        return (
+            mid,
+            torch.full_like(mid, inflate(gain * box.dev)),
+            inflate(noise) + 2.0**-40 * (mid.abs() + 1),
+        )
     if not isinstance(step.map, Pointwise | op.Largest | op.Sorted) and not supported(call, step):
         return None
 
@@ -126,7 +152,9 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
             shape[rows] = -1
             half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
         case Pointwise(slopes=(low, _)) if low >= 0:
-            outward = width + 4 * _U * (before.abs() + width)  # covers the rounding of `before ± width`
+            outward = width + 4 * _U * (
+                before.abs() + width
+            )  # covers the rounding of `before ± width`
             above = activated(call, step.map, before + outward) - mid
             below = mid - activated(call, step.map, before - outward)
             half = torch.minimum(inflate(torch.maximum(above, below)), half)
@@ -140,14 +168,20 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     d = box.mid.shape[-1]
     rows = box.mid.reshape(-1, d)
     spread = rows.std(-1, correction=0) if layer.centred else rows.square().mean(-1).sqrt()
-    moved = torch.linalg.vector_norm(box.half.reshape(-1, d), dim=-1).clamp_max(box.dev) * (1 + 1e-10)
+    moved = torch.linalg.vector_norm(box.half.reshape(-1, d), dim=-1).clamp_max(box.dev) * (
+        1 + 1e-10
+    )
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
     least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
     return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
 
 
 def _pruned(
-    node: fx.Node, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache, rows: Tensor | None = None
+    node: fx.Node,
+    run: Propagation,
+    boxes: dict[fx.Node, Box],
+    cache: Cache,
+    rows: Tensor | None = None,
 ) -> float:
     """log of ‖W[moving rows, moving columns]‖·L(base) for the linear run that ends in this node.
 

@@ -22,7 +22,9 @@ from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
 
 
-def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None, order: Order = "linf") -> Bound:
+def induced_bound(
+    model: nn.Module | ExportedProgram, example_input: Any = None, order: Order = "linf"
+) -> Bound:
     """Product bound of a network in ℓ1 or ℓ∞: `‖f(x) − f(x')‖ ≤ value·‖x − x'‖` in that norm, layer by layer.
 
     Dense layers, convolutions, batch norm, pointwise activations, sums, concatenations, pooling, means and views; other
@@ -52,7 +54,9 @@ def induced_pairs(run: Propagation, order: Order) -> Tensor:
     logs = _logs(run, order)
     classes = run.program.outputs[0].meta["val"].shape[-1]
     whole = exp_up(_total(run.program, logs, order))
-    constants = torch.full((classes, classes), inflate((2 if order == "linf" else 1) * whole), dtype=torch.float64)
+    constants = torch.full(
+        (classes, classes), inflate((2 if order == "linf" else 1) * whole), dtype=torch.float64
+    )
 
     facts = run.facts[run.program.outputs[0]]
     if isinstance(facts.form, Matrix) and facts.base is not None and not facts.form.error:
@@ -83,7 +87,8 @@ def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
             if isinstance(step.map, op.Opaque) and step.map.inside:
                 raise _unknown(node, step, order)
             terms = [
-                log_product(log_up(_gain(node, step, order, i)), logs[s.node]) for i, (s, _) in enumerate(step.gains)
+                log_product(log_up(_gain(node, step, order, i)), logs[s.node])
+                for i, (s, _) in enumerate(step.gains)
             ]
             apart = step.combine == "root" and order == "linf"
             logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
@@ -119,7 +124,9 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
 
 
 def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:
-    return Refused(f"{where(node)}: no rule for «{step.label}» in {order}; use lipschitz_bound, which is for ℓ2")
+    return Refused(
+        f"{where(node)}: no rule for «{step.label}» in {order}; use lipschitz_bound, which is for ℓ2"
+    )
 
 
 def _positive(node: fx.Node, shape: tuple[int, ...], order: Order) -> float:

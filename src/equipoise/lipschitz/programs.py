@@ -101,5 +101,7 @@ def _kinds(value: Any) -> list[tuple[tuple[Any, ...], torch.dtype]]:
 
 
 def _shown(value: Any) -> str:
-    kinds = [f"{list(shape)} in {str(dtype).removeprefix('torch.')}" for shape, dtype in _kinds(value)]
+    kinds = [
+        f"{list(shape)} in {str(dtype).removeprefix('torch.')}" for shape, dtype in _kinds(value)
+    ]
     return ", ".join(kinds) or "no tensor"

@@ -68,12 +68,16 @@ def propagate(
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
-        facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0)
+        facts[node] = Facts(
+            Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0
+        )
 
     regions: dict[fx.Node, tuple[Region, ...]] = {}
     for region in program.regions:
         regions[region.output] = (*regions.get(region.output, ()), region)
-    inside = {n for region in program.regions if math.isfinite(region.bound) for n in region.members}
+    inside = {
+        n for region in program.regions if math.isfinite(region.bound) for n in region.members
+    }
     with torch.no_grad(), full_precision():
         for node in program.nodes:
             call = run.call(node, cache)
@@ -115,9 +119,15 @@ def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, F
     return replace(plain, product=product, fused=min(product, fused))
 
 
-def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
+def _residual(
+    call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]
+) -> Region | None:
     """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual_bound`."""
-    if not isinstance(step.map, Sum) or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
+    if (
+        not isinstance(step.map, Sum)
+        or len(step.gains) != 2
+        or any(gain != 1 for _, gain in step.gains)
+    ):
         return None
     sign = math.prod(step.map.weights)  # of the one term relative to the other
     first, second = step.gains[0][0], step.gains[1][0]
@@ -131,7 +141,15 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
             continue
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
-            return Region(x.node, call.node, bound, module_path(call.node), "residual", "residual pattern", whole=False)
+            return Region(
+                x.node,
+                call.node,
+                bound,
+                module_path(call.node),
+                "residual",
+                "residual pattern",
+                whole=False,
+            )
     return None
 
 
@@ -150,7 +168,11 @@ _ORDERED = {
 
 def _centering(call: Call, step: Step) -> Region | None:
     """`x − x.mean(dims)`: a projection, of norm 1 where the sum of the branches gives 2."""
-    if not isinstance(step.map, Sum) or step.map.weights != (1.0, -1.0) or step.gains[0][0].shape != call.shape:
+    if (
+        not isinstance(step.map, Sum)
+        or step.map.weights != (1.0, -1.0)
+        or step.gains[0][0].shape != call.shape
+    ):
         return None
     x, mean = step.gains[0][0], step.gains[1][0]
     source: Any = mean.node
@@ -181,7 +203,9 @@ def _check(node: fx.Node, step: Step) -> None:
 
 
 def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
-    sources = [s.node for s, _ in step.gains] + [s.part[0] for s, _ in step.gains if s.part is not None]
+    sources = [s.node for s, _ in step.gains] + [
+        s.part[0] for s, _ in step.gains if s.part is not None
+    ]
     product = combined(step, {n: facts[n].product for n in sources})
     fused = combined(step, {n: facts[n].fused for n in sources})
     form, base = _linear_run(step, facts)
@@ -256,7 +280,12 @@ def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | Non
     runs_b = [(facts[b.node].form, facts[b.node].base), (identity, b.node)]
     for form_a, base_a in runs_a:
         for form_b, base_b in runs_b:
-            if form_a is not None and form_b is not None and base_a is base_b and base_a is not None:
+            if (
+                form_a is not None
+                and form_b is not None
+                and base_a is base_b
+                and base_a is not None
+            ):
                 joined = add(form_a, form_b)
                 if joined is not None:
                     return joined, base_a
@@ -275,7 +304,9 @@ def _sized(call: Call, step: Step) -> Signal:
     pieces = isinstance(step.map, Pieces)
     parts = [shape]
     if pieces:
-        shape = step.gains[0][0].shape  # all pieces together; they may differ in size, and need not have its rows
+        shape = step.gains[0][
+            0
+        ].shape  # all pieces together; they may differ in size, and need not have its rows
         parts = [tuple(t.shape) for t in tensors]
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
     grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
@@ -315,7 +346,11 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
 
 def _places(shape: Sequence[int]) -> Tensor | None:
     count = math.prod(shape)
-    return None if count > 2_000_000 else torch.arange(count, dtype=torch.float64).reshape(tuple(shape))
+    return (
+        None
+        if count > 2_000_000
+        else torch.arange(count, dtype=torch.float64).reshape(tuple(shape))
+    )
 
 
 def winner(run: Propagation, node: fx.Node) -> Region | None:
@@ -323,7 +358,8 @@ def winner(run: Propagation, node: fx.Node) -> Region | None:
     for region in run.regions.get(node, ()):
         if (
             region.whole
-            and log_product(log_up(region.bound), run.facts[region.source].product) <= run.facts[node].product
+            and log_product(log_up(region.bound), run.facts[region.source].product)
+            <= run.facts[node].product
         ):
             return region
     return None
@@ -344,7 +380,9 @@ def elasticities(run: Propagation) -> dict[fx.Node, float]:
     return weight
 
 
-def _share(weight: dict[fx.Node, float], whole: float, terms: Iterable[tuple[fx.Node, float]], square: bool) -> None:
+def _share(
+    weight: dict[fx.Node, float], whole: float, terms: Iterable[tuple[fx.Node, float]], square: bool
+) -> None:
     kept = [(n, t * (2 if square else 1)) for n, t in terms if t != -math.inf]
     if not kept or whole == 0:
         return

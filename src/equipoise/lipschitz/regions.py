@@ -79,7 +79,9 @@ def counted_calls() -> Iterator[dict[int, int]]:
 
 def is_trusted(module: nn.Module) -> bool:
     """Whether nothing can have come between `lipschitz_upper` and the map that a call performs, in evaluation mode."""
-    return is_unmodified(module, "lipschitz_upper") and not any(part.training for part in module.modules())
+    return is_unmodified(module, "lipschitz_upper") and not any(
+        part.training for part in module.modules()
+    )
 
 
 def find_regions(
@@ -120,16 +122,27 @@ def _submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _region(
-    module: nn.Module, path: str, members: list[fx.Node], moving: set[fx.Node], outputs: Sequence[fx.Node]
+    module: nn.Module,
+    path: str,
+    members: list[fx.Node],
+    moving: set[fx.Node],
+    outputs: Sequence[fx.Node],
 ) -> Region | None:
     inside = set(members)
     entering = {i for n in members for i in n.all_input_nodes if i not in inside and i in moving}
-    leaving = [n for n in members if n in outputs or any(u in moving and u not in inside for u in n.users)]
+    leaving = [
+        n for n in members if n in outputs or any(u in moving and u not in inside for u in n.users)
+    ]
     if len(entering) != 1 or len(leaving) != 1:
         return None
     (source,), (output,) = entering, leaving
     x, y = source.meta.get("val"), output.meta.get("val")
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or {x.dtype, y.dtype} - set(_FLOATS) or x.dim() < 2:
+    if (
+        not isinstance(x, Tensor)
+        or not isinstance(y, Tensor)
+        or {x.dtype, y.dtype} - set(_FLOATS)
+        or x.dim() < 2
+    ):
         return None
     bound = declared_bound(module, path, x)
     if bound is None:
@@ -137,7 +150,16 @@ def _region(
     declared = is_foreign(module)
     method = "declared" if declared else bound.method or "own bound"
     kind = type(module).__name__
-    return Region(source, output, as_upper(bound), path or kind, kind, method, frozenset(inside), declared=declared)
+    return Region(
+        source,
+        output,
+        as_upper(bound),
+        path or kind,
+        kind,
+        method,
+        frozenset(inside),
+        declared=declared,
+    )
 
 
 def is_foreign(module: nn.Module) -> bool:
@@ -166,12 +188,16 @@ def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
     except Refused:
         return None
     if not isinstance(bound, Bound) or bound.kind is not Kind.UPPER:
-        raise InputError(f"{name}: lipschitz_upper must return a Bound of kind upper, got {bound!r}")
+        raise InputError(
+            f"{name}: lipschitz_upper must return a Bound of kind upper, got {bound!r}"
+        )
     limit = as_upper(bound)
     if not is_foreign(module) or not math.isfinite(limit):
         return bound
     try:
-        witness = attack(limit * (1 + 1e-5) + 1e-9, module, torch.zeros(value.shape), starts=9, steps=12)
+        witness = attack(
+            limit * (1 + 1e-5) + 1e-9, module, torch.zeros(value.shape), starts=9, steps=12
+        )
     except Exception:  # noqa: BLE001 – whatever keeps a block from being copied and run: its operations are bounded instead
         return None
     if witness is not None:
@@ -241,7 +267,11 @@ def residual_bound(
     turned = adjoint(A)
     if isinstance(B, Matrix) and isinstance(turned, Matrix):
         ours, theirs = B.matrix, turned.matrix
-    elif isinstance(B, Convolution) and isinstance(turned, Convolution) and B.geometry == turned.geometry:
+    elif (
+        isinstance(B, Convolution)
+        and isinstance(turned, Convolution)
+        and B.geometry == turned.geometry
+    ):
         ours, theirs = B.weight, turned.weight
     else:
         return None

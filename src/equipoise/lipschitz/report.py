@@ -89,12 +89,19 @@ class Report:
         head = ("layer", "kind", "shape", "norm in", "constant", "share", "method")
         body = [_cells(row, self._has_shares) for row in self.layers]
         widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *body]]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip()
+            for r in [head, *body]
+        ]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self.summary()])
 
     def summary(self) -> list[str]:
         """The totals, the domain, what to fix first and the notes, a line each."""
-        domain = "everywhere" if self.ball is None else f"for inputs of norm at most {format_down(self.ball)}"
+        domain = (
+            "everywhere"
+            if self.ball is None
+            else f"for inputs of norm at most {format_down(self.ball)}"
+        )
         lines = [
             f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
             f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
@@ -127,7 +134,9 @@ class Report:
         from jinja2 import Template
 
         most = max((abs(r.share) for r in self.layers), default=0.0) or 1.0
-        rows = [(row, _cells(row, self._has_shares), abs(row.share) / most * 6) for row in self.layers]
+        rows = [
+            (row, _cells(row, self._has_shares), abs(row.share) / most * 6) for row in self.layers
+        ]
         page = Template(_PAGE, autoescape=True)
         return page.render(title=title, summary=self.summary(), rows=rows, shares=self._has_shares)
 
@@ -140,7 +149,15 @@ def _cells(row: Row, shares: bool) -> tuple[str, ...]:
     bracketed = not math.isnan(row.lower)
     inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if bracketed else ""
     share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"
-    return row.name, row.kind, row.shape, inside, format_up(row.upper, 5), share, row.method or row.note
+    return (
+        row.name,
+        row.kind,
+        row.shape,
+        inside,
+        format_up(row.upper, 5),
+        share,
+        row.method or row.note,
+    )
 
 
 #: the bar of a row is its share relative to the largest, pale where the layer shrinks the bound

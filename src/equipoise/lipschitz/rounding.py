@@ -56,7 +56,9 @@ class Evaluation:
     radius: Tensor
 
 
-def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, rtol: float = 1e-3) -> Evaluation:
+def forward_error(
+    model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, rtol: float = 1e-3
+) -> Evaluation:
     """Bound the rounding of the whole forward pass, layer by layer, for the given inputs and all inputs near them.
 
     Guarantee: see `Evaluation`, in the model of arithmetic of this module, for a network evaluated with the weights and
@@ -85,7 +87,11 @@ def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, 
 def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> Region | None:
     """The linear run that ends in this node, if it is more than the node itself: its norm is below the product of norms."""
     facts = run.facts[node]
-    if not isinstance(facts.form, Matrix | Convolution) or facts.base is None or facts.base in node.all_input_nodes:
+    if (
+        not isinstance(facts.form, Matrix | Convolution)
+        or facts.base is None
+        or facts.base in node.all_input_nodes
+    ):
         return None
     if any(user in run.facts and run.facts[user].base is facts.base for user in node.users):
         return None  # it goes on
@@ -131,7 +137,9 @@ class Rounding:
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
-        blocks: dict[fx.Node, list[Region]] = {node: [*regions] for node, regions in run.regions.items()}
+        blocks: dict[fx.Node, list[Region]] = {
+            node: [*regions] for node, regions in run.regions.items()
+        }
         for node in program.nodes:
             linear = _linear_run(run, node, cache)
             if linear is not None:
@@ -155,7 +163,9 @@ class Rounding:
     def require(self, dtype: torch.dtype) -> None:
         """Refuse a network whose pass in `dtype` cannot be bounded."""
         if self.dtype != dtype:
-            raise Refused(f"the network computes in {self.dtype}, not in {dtype}: convert it first, e.g. model.float()")
+            raise Refused(
+                f"the network computes in {self.dtype}, not in {dtype}: convert it first, e.g. model.float()"
+            )
         native = self.run.program.native.values()
         if any(isinstance(c, Tensor) and c.is_floating_point() for c in native):
             raise Refused(
@@ -175,7 +185,8 @@ class Rounding:
         for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
             parts.append(torch.func.vmap(lambda s, r: self.walk(s, r, dtype))(some, r))
         values, slip = (
-            torch.cat([t.reshape(len(t) if t.dim() else 1, -1) for t in p]) for p in zip(*parts, strict=True)
+            torch.cat([t.reshape(len(t) if t.dim() else 1, -1) for t in p])
+            for p in zip(*parts, strict=True)
         )
         return values, torch.where(slip.isnan(), math.inf, slip)
 
@@ -193,7 +204,8 @@ class Rounding:
             call, step = self.calls[node], self.run.steps[node]
             # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
             sizes = {
-                s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r) for s, _ in step.gains
+                s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r)
+                for s, _ in step.gains
             }
             values[node] = value(call, step, values)
             local[node] = local_rounding(call, step, sizes, values[node], dtype)
@@ -206,12 +218,22 @@ class Rounding:
         return values[out], slips[out].entry
 
     def _advance(
-        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+        self,
+        node: fx.Node,
+        slips: dict[fx.Node, _Slip],
+        local: dict[fx.Node, Tensor],
+        fresh: dict[Region, _Slip],
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
-        entry = carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
+        entry = (
+            carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
+        )
         parts = [gain * slips[s.node].norm for s, gain in step.gains]
-        norm = torch.stack(parts).square().sum().sqrt() if step.combine == "root" else sum(parts, torch.zeros(()))
+        norm = (
+            torch.stack(parts).square().sum().sqrt()
+            if step.combine == "root"
+            else sum(parts, torch.zeros(()))
+        )
         norm = _grown(norm + _length(local[node]))
         slip = _Slip(_grown(entry), norm)
         slip = slip.least(slip.entry, _length(slip.entry))
@@ -221,7 +243,11 @@ class Rounding:
         return slip
 
     def _fresh(
-        self, region: Region, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+        self,
+        region: Region,
+        slips: dict[fx.Node, _Slip],
+        local: dict[fx.Node, Tensor],
+        fresh: dict[Region, _Slip],
     ) -> _Slip:
         """What a block adds of its own, given inputs that are off by nothing."""
         zero = slips[region.source]
@@ -231,14 +257,18 @@ class Rounding:
         return own[region.output]
 
 
-def _through(region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], slip: _Slip) -> _Slip:
+def _through(
+    region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], slip: _Slip
+) -> _Slip:
     """The error that enters a block leaves it at most `bound` times as large; what the block adds comes on top."""
     entering = slips[region.source].norm * region.bound
     own = fresh[region]
     return slip.least(_grown(own.entry + entering), _grown(own.norm + entering))
 
 
-def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
+def _between(
+    region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]
+) -> set[fx.Node] | None:
     """The nodes from the source to the output of a region; None where another way leads in."""
     between: set[fx.Node] = set()
     left = [region.output]
@@ -256,7 +286,9 @@ def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -
 
 def _is_bounded(call: Call, step: Step) -> bool:
     match step.map:
-        case Pointwise(function=function, everywhere=everywhere):  # rounding may leave the domain of the slopes
+        case Pointwise(
+            function=function, everywhere=everywhere
+        ):  # rounding may leave the domain of the slopes
             return function is not None and everywhere and len(step.gains) == 1
         case Largest() | Sorted():
             return bool(step.gains)

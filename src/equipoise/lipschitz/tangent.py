@@ -37,7 +37,9 @@ Values = Mapping[fx.Node, Tensor]
 def supported(call: Call, step: Step) -> bool:
     """Whether `apply` knows this node: an affine operation whose coefficients are constants of the graph."""
     match step.map:
-        case Copy(same=True) | Pieces() | Piece() | Padded() | Join() | Weighted() | Scaled() | Sum():
+        case (
+            Copy(same=True) | Pieces() | Piece() | Padded() | Join() | Weighted() | Scaled() | Sum()
+        ):
             return True
         case Copy() | Average():
             return len(call.node.all_input_nodes) == 1
@@ -45,7 +47,9 @@ def supported(call: Call, step: Step) -> bool:
             return False
 
 
-def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magnitude: bool = False) -> Tensor:
+def apply(
+    call: Call, step: Step, values: Values, *, offset: bool = False, magnitude: bool = False
+) -> Tensor:
     """The node on `values` (batches of one), its offset left out unless asked for."""
     x = values[step.gains[0][0].node]
     match step.map:
@@ -68,7 +72,8 @@ def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magni
         case Sum(weights=weights, shift=shift):
             factors = [abs(w) if magnitude else w for w in weights]
             terms = [
-                values[s.node] if w == 1 else values[s.node] * w for (s, _), w in zip(step.gains, factors, strict=True)
+                values[s.node] if w == 1 else values[s.node] * w
+                for (s, _), w in zip(step.gains, factors, strict=True)
             ]
             if offset and shift is not None:
                 terms.append(shift.abs() if magnitude else shift)
@@ -114,7 +119,9 @@ def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
     """
     if curve.function is not None:
         return curve.function(x)
-    result: Tensor = perform(call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs)
+    result: Tensor = perform(
+        call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs
+    )
     return result
 
 
@@ -156,7 +163,9 @@ def carried(call: Call, step: Step, errors: Values) -> Tensor:
             return apply(call, step, errors, magnitude=True)
 
 
-def local_rounding(call: Call, step: Step, sizes: Values, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+def local_rounding(
+    call: Call, step: Step, sizes: Values, value: Tensor, dtype: torch.dtype | None
+) -> Tensor:
     """What the operation rounds itself; infinite where the dtype may overflow.
 
     Args:
@@ -173,8 +182,12 @@ def local_rounding(call: Call, step: Step, sizes: Values, value: Tensor, dtype: 
         case Pointwise(function=function, hinge=hinge, exact=exact, gain=gain):
             size = next(iter(sizes.values()))
             top = value.abs() + gain * size
-            limits = 2 * u if deployed and hinge is None else 0.0  # constants are rounded to the dtype
-            ulps = _ULPS if function is not None else 16 * _ULPS  # an operation that only the network knows
+            limits = (
+                2 * u if deployed and hinge is None else 0.0
+            )  # constants are rounded to the dtype
+            ulps = (
+                _ULPS if function is not None else 16 * _ULPS
+            )  # an operation that only the network knows
             off = limits if exact else ulps * u
             rounding = off * (top + size) + (kind.tiny if off else 0.0)
             if deployed and call.node.target is torch.ops.aten.softplus.default:

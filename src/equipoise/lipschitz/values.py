@@ -40,7 +40,9 @@ def _from_onnx(node: fx.Node) -> bool:
 
 def source_line(node: fx.Node) -> str:
     """`file line N: code` of the innermost frame that is not PyTorch's own."""
-    frames = re.findall(r'File "(.+)", line (\d+).*\n *(.*)', str(node.meta.get("stack_trace") or ""))
+    frames = re.findall(
+        r'File "(.+)", line (\d+).*\n *(.*)', str(node.meta.get("stack_trace") or "")
+    )
     own = [f for f in frames if "site-packages/torch/" not in f[0]] or frames
     if not own:
         return ""
@@ -77,7 +79,9 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Any:
+def perform(
+    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False
+) -> Any:
     """One operation on these arguments.
 
     Args:
@@ -99,7 +103,9 @@ def replay(node: fx.Node, x: Tensor) -> Any:
     return perform(node, args, fx.node.map_arg(node.kwargs, lambda _: x), exact=True)
 
 
-def exactly(node: fx.Node, values: Mapping[fx.Node, Any], constant: Callable[[fx.Node], Any]) -> Any:
+def exactly(
+    node: fx.Node, values: Mapping[fx.Node, Any], constant: Callable[[fx.Node], Any]
+) -> Any:
     """An operation in float64 on the values of its operands, and on constants."""
 
     def value(operand: fx.Node) -> Any:
@@ -116,7 +122,11 @@ def first_of(result: Any) -> Tensor:
 
 
 def evaluate(
-    nodes: Sequence[fx.Node], constant: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
+    nodes: Sequence[fx.Node],
+    constant: Callable[[fx.Node], Any],
+    values: dict[fx.Node, Any],
+    *,
+    exact: bool = False,
 ) -> dict[fx.Node, Any]:
     """Run the nodes in order.
 

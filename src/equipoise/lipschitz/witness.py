@@ -64,8 +64,13 @@ def attack(
         return row * min(1.0, limit / max(float(row.detach().norm()), 1e-300))
 
     def run(row: Tensor) -> Tensor:
-        parts = [part.reshape(shape).clone() for part, shape in zip(row.split(sizes), shapes, strict=True)]
-        return torch.cat([t.flatten() for t in flat_tensors(network(*parts)) if t.is_floating_point()])
+        parts = [
+            part.reshape(shape).clone()
+            for part, shape in zip(row.split(sizes), shapes, strict=True)
+        ]
+        return torch.cat(
+            [t.flatten() for t in flat_tensors(network(*parts)) if t.is_floating_point()]
+        )
 
     generator = torch.Generator().manual_seed(seed)
     best = None

@@ -2,7 +2,15 @@
 
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.geometry import Axis, Geometry, PaddingMode
-from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding, convolution
+from equipoise.maps.linear import (
+    Adjoint,
+    Convolution,
+    Diagonal,
+    Linear,
+    Matrix,
+    Padding,
+    convolution,
+)
 from equipoise.maps.reading import geometry_of, module_kind, read
 
 __all__ = [

@@ -71,7 +71,9 @@ def add(a: Linear, b: Linear) -> Linear | None:
             if dim is None:
                 return None
             factor = a.factor + b.factor
-            return Diagonal(factor, dim, inflate(2 * _U * float(factor.abs().max()) + a.error + b.error))
+            return Diagonal(
+                factor, dim, inflate(2 * _U * float(factor.abs().max()) + a.error + b.error)
+            )
         case Diagonal(), Convolution():
             return add(b, a)
         case Convolution(), Diagonal():
@@ -131,9 +133,13 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
 
     if isinstance(form, Matrix):
         sizes = [float(frobenius(w)) for w in (scaled, weight)]
-        return Matrix(scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error))
+        return Matrix(
+            scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
+        )
     sizes = [spread(w, form) for w in (scaled, weight)]
-    return form.with_weight(scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error))
+    return form.with_weight(
+        scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
+    )
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
@@ -146,7 +152,9 @@ def _product(first: Matrix, then: Matrix) -> Matrix | None:
 
 
 def _is_pointwise(conv: Convolution) -> bool:
-    plain = all(axis.kernel == axis.stride == 1 and axis.left == axis.right == 0 for axis in conv.axes)
+    plain = all(
+        axis.kernel == axis.stride == 1 and axis.left == axis.right == 0 for axis in conv.axes
+    )
     return plain and conv.groups == 1
 
 
@@ -173,7 +181,11 @@ def _product_error(rounding: float, a: float, error_a: float, b: float, error_b:
 
 def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
     """Padding in any mode before an unpadded convolution is that convolution with this padding mode."""
-    if conv.padding != "zeros" or any(pair != (0, 0) for pair in conv.amount) or len(pad.amount) != len(conv.amount):
+    if (
+        conv.padding != "zeros"
+        or any(pair != (0, 0) for pair in conv.amount)
+        or len(pad.amount) != len(conv.amount)
+    ):
         return None
     if any(p < 0 for pair in pad.amount for p in pair):
         return None
@@ -181,16 +193,24 @@ def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
         replace(axis, left=left, right=right, size=n)
         for axis, (left, right), n in zip(conv.axes, pad.amount, pad.size, strict=True)
     )
-    error = conv.error * math.prod(1 + sum(pair) for pair in pad.amount)  # a padding repeats a pixel at most so often
-    return Convolution(conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), inflate(error))
+    error = conv.error * math.prod(
+        1 + sum(pair) for pair in pad.amount
+    )  # a padding repeats a pixel at most so often
+    return Convolution(
+        conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), inflate(error)
+    )
 
 
 def _as_convolution(scale: Diagonal, like: Convolution) -> Convolution | None:
     """A scaling of channels as a 1×1 convolution on the same input."""
     channels = like.geometry.channels
-    if (scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != channels)) or channels > CHANNELS:
+    if (
+        scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != channels)
+    ) or channels > CHANNELS:
         return None
-    weight = torch.diag(scale.factor.double().expand(channels)).reshape(channels, channels, *[1] * len(like.axes))
+    weight = torch.diag(scale.factor.double().expand(channels)).reshape(
+        channels, channels, *[1] * len(like.axes)
+    )
     axes = tuple(Axis(1).with_size(n) for n in like.size)
     return Convolution(weight, Geometry(tuple(weight.shape), 1, axes), scale.error)
 
@@ -204,7 +224,13 @@ def _ungrouped(conv: Convolution) -> Tensor:
 
 def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
     """Zero-padded convolutions with one stride add up to one kernel over the union of their taps."""
-    if a.padding != "zeros" or b.padding != "zeros" or a.stride != b.stride or a.size != b.size or not a.known:
+    if (
+        a.padding != "zeros"
+        or b.padding != "zeros"
+        or a.stride != b.stride
+        or a.size != b.size
+        or not a.known
+    ):
         return None
     if any(axis.dilation != 1 and axis.kernel > 1 for conv in (a, b) for axis in conv.axes):
         return None

@@ -52,7 +52,10 @@ class Axis:
     def pixels(self, padding: PaddingMode) -> list[int | None]:
         """For each padded position the pixel that lies there, None for a zero."""
         assert self.size is not None
-        return [_pixel(y - self.left, self.size, padding) for y in range(self.size + self.left + self.right)]
+        return [
+            _pixel(y - self.left, self.size, padding)
+            for y in range(self.size + self.left + self.right)
+        ]
 
 
 def _pixel(i: int, n: int, padding: PaddingMode) -> int | None:
@@ -140,20 +143,35 @@ def zero_lattice(axis: Axis) -> Lattice | None:
     if axis.size is None:
         return Lattice(taps, phases, length, None)
     assert axis.out is not None
-    first, last = -(-axis.left // g), (axis.left + axis.size - 1) // g  # positions y/g that hold a pixel
+    first, last = (
+        -(-axis.left // g),
+        (axis.left + axis.size - 1) // g,
+    )  # positions y/g that hold a pixel
     if first > last:
         return None
-    spread = d if s == 1 else 1  # with s = 1 the coarse offsets are d·a, written as a on a grid of N/d
+    spread = (
+        d if s == 1 else 1
+    )  # with s = 1 the coarse offsets are d·a, written as a on a grid of N/d
     top = (length - 1) * spread
     m0, m1 = first // s, last // s
     j0, j1 = max(0, m0 - top), min(axis.out - 1, m1)
     if j0 > j1:
         return None
     size = max(m1 - j0 + 1, top + 1 + j1 - m0)
-    full0, full1 = -(-first // s), (last - s + 1) // s  # coarse positions all of whose phases are pixels
+    full0, full1 = (
+        -(-first // s),
+        (last - s + 1) // s,
+    )  # coarse positions all of whose phases are pixels
     window = min(full1, axis.out - 1) - max(full0, top) + 1
     window_out = min(full1 - top, axis.out - 1) - full0 + 1
-    return Lattice(taps, phases, length, -(-size // spread), max(0, window // spread), max(0, window_out // spread))
+    return Lattice(
+        taps,
+        phases,
+        length,
+        -(-size // spread),
+        max(0, window // spread),
+        max(0, window_out // spread),
+    )
 
 
 def circular_lattice(axis: Axis) -> tuple[Lattice, float] | None:
@@ -172,7 +190,9 @@ def circular_lattice(axis: Axis) -> tuple[Lattice, float] | None:
     copies = -(-axis.out // (n // s))
     taps, phases, length = _phase_taps(axis.kernel, s, d)
     size = n // math.gcd(n, d) if s == 1 else n // s
-    return Lattice(taps, phases, length, size), math.sqrt(copies) * (1 + 2.0**-52 if copies > 1 else 1)
+    return Lattice(taps, phases, length, size), math.sqrt(copies) * (
+        1 + 2.0**-52 if copies > 1 else 1
+    )
 
 
 def is_whole_circle(axis: Axis) -> bool:
@@ -210,8 +230,12 @@ def polyphase(kernel: Tensor, lattices: Sequence[Lattice]) -> Tensor:
             continue
         shape = list(kernel.shape)
         shape[dim] = lattice.phases * lattice.length
-        spread = kernel.new_zeros(shape).index_copy(dim, torch.tensor(lattice.places, device=kernel.device), kernel)
-        kernel = spread.unflatten(dim, (lattice.phases, lattice.length)).movedim(dim, 3).flatten(2, 3)
+        spread = kernel.new_zeros(shape).index_copy(
+            dim, torch.tensor(lattice.places, device=kernel.device), kernel
+        )
+        kernel = (
+            spread.unflatten(dim, (lattice.phases, lattice.length)).movedim(dim, 3).flatten(2, 3)
+        )
     return kernel
 
 
@@ -286,7 +310,9 @@ class Geometry:
         """
         dims = len(shape) - 2
         if not 1 <= dims <= 3:
-            raise InputError(f"a convolution weight has 3, 4 or 5 dimensions, got shape {tuple(shape)}")
+            raise InputError(
+                f"a convolution weight has 3, 4 or 5 dimensions, got shape {tuple(shape)}"
+            )
         if padding not in PADDINGS:
             raise InputError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
         if groups < 1 or shape[0] % groups:
@@ -321,10 +347,14 @@ class Geometry:
             extra: the `output_padding` per axis.
         """
         axes = []
-        for axis, n, more in zip(self.axes, integers(output_size, self.dims, "input_size"), extra, strict=True):
+        for axis, n, more in zip(
+            self.axes, integers(output_size, self.dims, "input_size"), extra, strict=True
+        ):
             size = (n - 1) * axis.stride - axis.left - axis.right + axis.reach + more + 1
             if size < 1:
-                raise InputError(f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output")
+                raise InputError(
+                    f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output"
+                )
             axes.append(replace(axis, size=size, out=n))
         return replace(self, axes=tuple(axes))
 

@@ -64,7 +64,9 @@ class Diagonal:
 
     def adjoint(self) -> Diagonal:
         """The conjugate factors; the same map for real ones."""
-        return replace(self, factor=self.factor.conj_physical()) if self.factor.is_complex() else self
+        return (
+            replace(self, factor=self.factor.conj_physical()) if self.factor.is_complex() else self
+        )
 
     def magnitude(self) -> Diagonal:
         """`|f|`."""
@@ -204,7 +206,13 @@ class Convolution:
         """The operator on a batch `(b, in, *sizes)`, through torch's own padding and convolution; no bias."""
         convolve = _CONVOLVE[len(self.axes) - 1]
         y = convolve(
-            _padded(x, self.amount, self.padding), self.weight, None, self.stride, 0, self.dilation, self.groups
+            _padded(x, self.amount, self.padding),
+            self.weight,
+            None,
+            self.stride,
+            0,
+            self.dilation,
+            self.groups,
         )
         for dim, axis in enumerate(self.axes, start=2):
             if axis.out is not None and axis.out < y.shape[dim]:
@@ -230,7 +238,9 @@ class Convolution:
             for dim, axis in reversed(list(enumerate(self.axes, start=2)))
             for side in (0, (axis.size or 0) + axis.left + axis.right - y.shape[dim])
         ]
-        return Padding(self.amount, self.size, self.padding).collect(functional.pad(y, short) if any(short) else y)
+        return Padding(self.amount, self.size, self.padding).collect(
+            functional.pad(y, short) if any(short) else y
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +290,9 @@ def convolution(
         amount: padding (left, right) per axis; None: «same».
         input_size: spatial size of the input, where it is known.
     """
-    return Convolution(weight, Geometry.of(weight.shape, padding, stride, dilation, groups, amount, input_size))
+    return Convolution(
+        weight, Geometry.of(weight.shape, padding, stride, dilation, groups, amount, input_size)
+    )
 
 
 def _padded(x: Tensor, amount: Amount, padding: PaddingMode) -> Tensor:

@@ -81,7 +81,12 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     a, b = a.detach().double(), b.detach().double()
     ends = [float(v) for t in (a, b) for v in (t.min(), t.max())]
     plain = bool(((a.abs() == 1) | (a == 0)).all()) and bool(((b.abs() == 1) | (b == 0)).all())
-    return Pointwise((min(ends), max(ends)), lambda x: torch.where(x > 0, b * x, a * x), hinge=(a, b), exact=plain)
+    return Pointwise(
+        (min(ends), max(ends)),
+        lambda x: torch.where(x > 0, b * x, a * x),
+        hinge=(a, b),
+        exact=plain,
+    )
 
 
 def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise:
@@ -104,7 +109,9 @@ def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise
 def celu(alpha: float = 1.0) -> Pointwise:
     """`α·(exp(x/α) − 1)` below 0: slopes in [0, 1] for α > 0."""
     return Pointwise(
-        (0.0, 1.0), lambda x: torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha)), inflate(1 / alpha)
+        (0.0, 1.0),
+        lambda x: torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha)),
+        inflate(1 / alpha),
     )
 
 
@@ -139,7 +146,11 @@ def clamp(low: float | Tensor | None = None, high: float | Tensor | None = None)
     inside = (a is None or float(a.max()) <= 0) and (b is None or float(b.min()) >= 0)
     peak = max(ends) if a is not None and b is not None else math.inf
     return Pointwise(
-        (0.0, 1.0), lambda x: torch.clamp(x, a, b), at_zero=0.0 if inside else max(ends), peak=peak, exact=True
+        (0.0, 1.0),
+        lambda x: torch.clamp(x, a, b),
+        at_zero=0.0 if inside else max(ends),
+        peak=peak,
+        exact=True,
     )
 
 
@@ -167,7 +178,9 @@ TABLE: dict[str, Pointwise] = {
     "atan": Pointwise((0.0, 1.0), torch.atan, 0.64952, peak=1.5707963267948968),
     "erf": Pointwise((0.0, 1.1283791670955128), torch.erf, 0.96789, peak=1.0),
     "erfc": Pointwise((-1.1283791670955128, 0.0), torch.erfc, 0.96789, 1.0, 2.0),
-    "sinc": Pointwise((-1.37031, 1.37031), torch.sinc, at_zero=1.0, peak=1.0),  # π·max|d/du (sin u/u)| = 1.370307…
+    "sinc": Pointwise(
+        (-1.37031, 1.37031), torch.sinc, at_zero=1.0, peak=1.0
+    ),  # π·max|d/du (sin u/u)| = 1.370307…
     "asinh": Pointwise((0.0, 1.0), torch.asinh, 0.38491),
     "softsign": Pointwise((0.0, 1.0), F.softsign, 2.0, peak=1.0),
     "tanhshrink": Pointwise((0.0, 1.0), F.tanhshrink, 0.76981),

@@ -15,7 +15,11 @@ from equipoise.maps.geometry import Geometry, Integers, integers
 from equipoise.maps.linear import Adjoint, Convolution, Matrix
 
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED: tuple[type[nn.Module], ...] = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
@@ -33,7 +37,9 @@ def module_kind(module: nn.Module) -> type[nn.Module]:
         )
     methods = [m for m in ("forward", "_conv_forward", "_output_padding") if hasattr(kind, m)]
     if any(m in vars(module) or getattr(type(module), m) is not getattr(kind, m) for m in methods):
-        raise Refused(f"{name} overrides the forward of {kind.__name__}: its weight says nothing about its norm")
+        raise Refused(
+            f"{name} overrides the forward of {kind.__name__}: its weight says nothing about its norm"
+        )
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
         raise InputError(f"{name} has no weight yet: run a forward pass of the lazy module first")
@@ -63,12 +69,20 @@ def geometry_of(module: nn.Module, input_size: Integers | None = None) -> Geomet
         return Geometry(shape)
     if isinstance(module, CONVOLUTIONS):
         return Geometry.of(
-            shape, layer.padding_mode, layer.stride, layer.dilation, layer.groups, padding_of(module), input_size
+            shape,
+            layer.padding_mode,
+            layer.stride,
+            layer.dilation,
+            layer.groups,
+            padding_of(module),
+            input_size,
         )
     if not isinstance(module, TRANSPOSED):
         raise Refused(f"{type(module).__name__} is no linear layer that is known here")
     if layer.padding_mode != "zeros":
-        raise Refused(f"torch runs transposed convolutions with zero padding only, not {layer.padding_mode!r}")
+        raise Refused(
+            f"torch runs transposed convolutions with zero padding only, not {layer.padding_mode!r}"
+        )
     dims = len(shape) - 2
     amount = [(p, p) for p in integers(layer.padding, dims, "padding", 0)]
     plain = Geometry.of(shape, "zeros", layer.stride, layer.dilation, layer.groups, amount)

@@ -18,7 +18,14 @@ from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError, Refused, did_you_mean
-from equipoise.core.files import atomic_write, digest_document, read_bounded, read_json, sealed, unsealed
+from equipoise.core.files import (
+    atomic_write,
+    digest_document,
+    read_bounded,
+    read_json,
+    sealed,
+    unsealed,
+)
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import with_effective_weights
 
@@ -50,7 +57,9 @@ class Trained:
         Refused where the stored certificate claims less than that: it is not about these weights.
         """
         if self.input_shape is None:
-            raise InputError(f"{self.name} does not say the shape of its inputs, so there is nothing to bound")
+            raise InputError(
+                f"{self.name} does not say the shape of its inputs, so there is nothing to bound"
+            )
         upper, pairs = proved(self.model, self.input_shape, rtol)
         for name, value in (("upper", torch.tensor(upper)), ("pairs", pairs)):
             stored = self.certificate.get(name)
@@ -74,10 +83,14 @@ def _covers(stored: Any, proved: Tensor) -> bool:
 
 def _network_digest(config: Mapping[str, Any]) -> str:
     """The digest of what a `config.json` says of the network: builder, arguments and shape of the inputs."""
-    return digest_document({key: config.get(key) for key in ("factory", "arguments", "input_shape")})
+    return digest_document(
+        {key: config.get(key) for key in ("factory", "arguments", "input_shape")}
+    )
 
 
-def proved(model: nn.Module, input_shape: Sequence[int], rtol: float = 1e-3) -> tuple[float, Tensor | None]:
+def proved(
+    model: nn.Module, input_shape: Sequence[int], rtol: float = 1e-3
+) -> tuple[float, Tensor | None]:
     """Bound and constants of pairs of a network with its effective weights, in evaluation mode.
 
     Args:
@@ -125,9 +138,13 @@ def load(name: str | Path) -> Trained:
         certificate = unsealed(read_json(where), str(where), needed=True)
         config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
         if not certificate.get("weights") or certificate["weights"] != config.get("weights"):
-            raise InputError(f"{where} is about other weights than those beside it; train the network again")
+            raise InputError(
+                f"{where} is about other weights than those beside it; train the network again"
+            )
         if certificate.get("model") != _network_digest(config):
-            raise InputError(f"{where} is about another network than config.json describes; restore that file")
+            raise InputError(
+                f"{where} is about another network than config.json describes; restore that file"
+            )
     card = folder / CARD
     text = read_bounded(card, 1_000_000).decode("utf-8", errors="replace") if card.is_file() else ""
     return Trained(str(name), model, shape, certificate, text)
@@ -158,7 +175,9 @@ def save_certificate(
         "made": dict(made), "weights": config["weights"], "model": _network_digest(config),
         "about": "proved for the stored weights in real arithmetic; the rounding of the forward pass is not covered",
     }  # fmt: skip
-    atomic_write(folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n")
+    atomic_write(
+        folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n"
+    )
     atomic_write(folder / CARD, _card(name, document, config))
 
 

@@ -7,7 +7,7 @@ layers: `utils.parametrizations`. Losses are in `losses`, networks in `models`.
 from equipoise.core.modules import by_construction
 from equipoise.nn import losses, models, utils
 from equipoise.nn.activations import BetaAbs, GroupSort, HouseholderActivation, MaxMin
-from equipoise.nn.attention import L2Attention
+from equipoise.nn.attention import ConvexAttention, L2Attention
 from equipoise.nn.losses import CertifiedAccuracy
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering
 from equipoise.nn.orthogonal.cayley import (
@@ -84,6 +84,7 @@ __all__ = [
     "CayleyConvTranspose2d",
     "CayleyLinear",
     "CertifiedAccuracy",
+    "ConvexAttention",
     "ConvexResidual",
     "DepthToSpace",
     "GroupSort",

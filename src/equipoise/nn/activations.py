@@ -137,20 +137,30 @@ class HouseholderActivation(Described):
     __constants__ = ("channels", "dim")
 
     def __init__(
-        self, channels: int, dim: int = 1, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        channels: int,
+        dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         require_number(channels, "channels", whole=True)
         if channels < 2 or channels % 2:
-            raise InputError(f"Householder works on pairs: the number of channels must be even, got {channels}")
+            raise InputError(
+                f"Householder works on pairs: the number of channels must be even, got {channels}"
+            )
         self.channels = channels
         self.dim = dim
-        self.theta = nn.Parameter(torch.full((channels // 2,), math.pi / 2, device=device, dtype=dtype))
+        self.theta = nn.Parameter(
+            torch.full((channels // 2,), math.pi / 2, device=device, dtype=dtype)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The reflected pairs."""
         if x.shape[self.dim] != self.channels:
-            raise InputError(f"expected {self.channels} channels in dimension {self.dim}, got {tuple(x.shape)}")
+            raise InputError(
+                f"expected {self.channels} channels in dimension {self.dim}, got {tuple(x.shape)}"
+            )
         shape = [1] * x.dim()
         shape[self.dim] = self.channels // 2
         half = self.theta.reshape(shape) / 2
@@ -216,7 +226,9 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     """
     if type(activation) is Contracted:
         inner = slopes(activation.activation)
-        return None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
+        return (
+            None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
+        )
     pointwise = read_activation(activation) if isinstance(activation, nn.Module) else None
     return None if pointwise is None else pointwise.slopes
 
@@ -255,7 +267,11 @@ def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(U�
     interval = slopes(activation)
     if interval is not None and interval[0] >= 0 and interval[1] <= 1:
         return cast(nn.Module, activation)
-    name = str(activation) if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
+    name = (
+        str(activation)
+        if isinstance(activation, nn.Module)
+        else getattr(activation, "__name__", activation)
+    )
     why = _UNKNOWN.get(type(activation), "its slopes are not known here")
     if interval is not None:
         why = f"its slopes go from {interval[0]:.3g} to {interval[1]:.3g}"

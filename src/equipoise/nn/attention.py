@@ -1,4 +1,6 @@
-"""L2 self-attention: distances instead of products, query and key tied, Lipschitz on the whole space.
+"""Self-attention with a constant on the whole space: by distances (`L2Attention`), and from a potential (`ConvexAttention`).
+
+# L2 attention
 
 Each head reads `q_i = W x_i`, weighs `p_ij ∝ exp(−τ‖q_i − q_j‖²)` over the tokens j that i may see (itself among them), and
 returns `m_i = Σ_j p_ij q_j`. Values that are functions of the q are what keeps the Jacobian bounded: far tokens have large
@@ -21,20 +23,46 @@ It does not depend on τ, holds for every mask that lets a token see itself, and
 the layer has constant `‖W_O‖·L_N·‖W‖`. Kim et al. have `√N(4ω + 1)`: 81 for N = 64, where L_N is 22.
 
 Reference: Kim, Papamakarios, Mnih 2021, The Lipschitz constant of self-attention (theorem 3.2, there with `XA` as values).
+
+# Attention from a convex potential
+
+`x − 2Uᵀρ(Ux)` with ‖U‖ ≤ 1 and ρ = ∇φ, φ convex with a Hessian of norm at most 1, acting on all tokens at once: the Jacobian
+`I − 2UᵀHU` with 0 ≤ H ≤ I is symmetric with eigenvalues in [1 − 2‖U‖², 1], the proof of CPL. Two potentials of `q = Ux`, with
+`π_δ(z) = z·min(1, δ/‖z‖)`, the gradient of the vector Huber function:
+
+1. Pairs, `φ = Σ_{i<j} huber_δ(q_i − q_j)/N` and `ρ_i = Σ_j π_δ(q_i − q_j)/N`. With D all differences, `DᵀD = N·I − 11ᵀ`, so the
+   Hessian is at most ‖D‖²/N = 1.
+2. Memory, `φ = 2δ²·log Σ_m exp(q_m/δ)` for each token and `ρ = 2δ·softmax(q/δ)`. The Hessian `2(diag p − ppᵀ)` is at most
+   `2·max 2p(1 − p) ≤ 1` (Gershgorin).
+
+Heads are coordinates of their own of q, each with its δ.
+
+3. Causal. `y = (x − UᵀF(Ux))/√2`, `F_i = Σ_{1≤k≤K} a_k π_δ(q_i − q_{i−k})` with a ≥ 0 and Σa ≤ 1 is no gradient. Its Jacobian is
+   `(I − UᵀLU)/√2`, `(Lu)_i = Σ_k a_k H_{ik}(u_i − u_{i−k})`, 0 ≤ H ≤ I. Let `E = Σ_{ik} a_k r·Hr` with `r = u_i − u_{i−k}`. From
+   `2u_i·Hr = r·Hr + u_i·Hu_i − u_{i−k}·Hu_{i−k}` follows `2⟨u, Lu⟩ ≥ E − Σa·‖u‖²`, and by Cauchy–Schwarz, with ‖Hr‖² ≤ r·Hr,
+   `‖Lu‖² ≤ Σa·E`. With `t = ‖U‖²·Σa ≤ 1` and u = Uv,
+
+    ‖v − UᵀLUv‖² = ‖v‖² − 2⟨u, Lu⟩ + ‖UᵀLu‖² ≤ (1 + t)‖v‖² + (t − 1)E ≤ 2‖v‖².
+
+   For any a, ‖UᵀLU‖ ≤ 2t with Σ|a| in t.
 """
 
 import functools
 import math
+from typing import Any
 
 import torch
 from scipy.special import lambertw
 from torch import Tensor, nn
+from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate
+from equipoise.nn.parametrize import Tensors
+from equipoise.nn.residual import CPL, upper_near_one
 from equipoise.norms.spectral import spectral_norm
 
 #: places where θ is tried; any value gives a bound
@@ -58,16 +86,23 @@ def attention_gain(tokens: int) -> float:
     >>> attention_gain(1), 21 < attention_gain(64) < 22
     (1.0, True)
     """
-    if tokens < 1:
-        raise InputError(f"attention needs at least one token, got {tokens}")
+    require_number(tokens, "the number of tokens", least=1, whole=True)
     if tokens == 1:
         return 1.0
     omega = _product_root(tokens - 1, 1.0)
     sums = [
-        math.sqrt(1 + 4 * theta * omega) * math.sqrt(1 + (tokens - 1) * _product_root(math.exp(theta - 1), 0.0) / theta)
+        math.sqrt(1 + 4 * theta * omega)
+        * math.sqrt(1 + (tokens - 1) * _product_root(math.exp(theta - 1), 0.0) / theta)
         for theta in _THETAS
     ]
     return inflate((min(sums) + 2 * omega) * (1 + 1e-12))
+
+
+def _check_heads(width: int, heads: int) -> None:
+    require_number(width, "width", least=1, whole=True)
+    require_number(heads, "heads", least=1, whole=True)
+    if width % heads:
+        raise InputError(f"heads must divide the width, got {heads} and {width}")
 
 
 class L2Attention(nn.Module):
@@ -77,15 +112,14 @@ class L2Attention(nn.Module):
 
     Guarantee: `‖y(x) − y(x')‖ ≤ ‖W_O‖·L_N·‖W‖/scale · ‖x − x'‖` for sequences of N tokens, all of them together, causal or not,
     whatever the temperatures τ_h (see the module's text). `lipschitz_upper` says it for the weights at hand, and
-    `lipschitz_bound` uses that. With `scale=None` the output is divided by `L_N` of the longest sequence, `context`, so that
-    weights of norm at most 1 make a 1-Lipschitz layer.
+    `lipschitz_bound` uses that. The output is divided by `scale`, `L_N` of the longest sequence, so that weights of norm at
+    most 1 make a 1-Lipschitz layer.
 
     Args:
         width: features of a token.
         heads: must divide `width`.
         context: the longest sequence; longer ones are refused.
         causal: token i sees tokens j ≤ i only.
-        scale: the output is divided by this.
 
     >>> layer = L2Attention(8, heads=2, context=5).eval()
     >>> layer(torch.randn(3, 5, 8)).shape
@@ -95,19 +129,16 @@ class L2Attention(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int = 1, context: int = 128, causal: bool = True, scale: float | None = None
+        self,
+        width: int,
+        heads: int = 1,
+        context: int = 128,
+        causal: bool = True,
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("heads", heads), ("context", context)):
-            require_number(value, name, whole=True)
-        if heads < 1 or width < 1 or width % heads or context < 1:
-            raise InputError(
-                f"heads must divide the width, and context be positive; got {heads}, {width} and {context}"
-            )
-        if scale is not None and not (math.isfinite(scale) and scale > 0):
-            raise InputError(f"scale must be a positive number, got {scale}")
+        _check_heads(width, heads)
         self.heads, self.context, self.causal = heads, context, causal
-        self.scale = attention_gain(context) if scale is None else float(scale)
+        self.scale = attention_gain(context)
         self.query = nn.Linear(width, width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
         self.log_temperature = nn.Parameter(torch.zeros(heads))
@@ -119,7 +150,9 @@ class L2Attention(nn.Module):
             raise InputError(f"this layer was made for at most {self.context} tokens, got {tokens}")
         q = self.query(x).reshape(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
         tau = self.log_temperature.exp()[:, None, None]
-        scores = tau * (2 * q @ q.mT - q.square().sum(-1)[:, :, None, :])  # ‖q_i‖² cancels in the softmax
+        scores = tau * (
+            2 * q @ q.mT - q.square().sum(-1)[:, :, None, :]
+        )  # ‖q_i‖² cancels in the softmax
         if self.causal:
             hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
@@ -131,8 +164,103 @@ class L2Attention(nn.Module):
         """`‖W_O‖·L_N·‖W‖/scale` for sequences of this length."""
         tokens = input_shape[0]
         norms = float(spectral_norm(self.query).upper) * float(spectral_norm(self.output).upper)
-        return Bound(inflate(inflate(norms) * attention_gain(tokens) / self.scale), Kind.UPPER, "L2 attention")
+        return Bound(
+            inflate(inflate(norms) * attention_gain(tokens) / self.scale),
+            Kind.UPPER,
+            "L2 attention",
+        )
 
     def extra_repr(self) -> str:
         """Heads and context."""
         return f"heads={self.heads}, context={self.context}, causal={self.causal}"
+
+
+def _projection(
+    width: int,
+    hidden: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Linear:
+    """The map from tokens to the coordinates in which they are compared."""
+    return nn.Linear(width, hidden or width, False, device, dtype)
+
+
+class ConvexAttention(CPL):
+    """A step down a convex potential of all tokens, 1-Lipschitz for any weights and any number of tokens.
+
+        y_i = x_i − (2/N)·Uᵀ Σ_j π_δ(U(x_i − x_j))                 π_δ(z) = z·min(1, δ/‖z‖)
+        y_i = x_i − 4δ·Uᵀ softmax(Ux_i/δ)                          memory
+        y_i = (x_i − Uᵀ Σ_{k ≤ window} a_k π_δ(U(x_i − x_{i−k})))/√2      window
+
+    Tokens attract each other with weights `min(1, δ/distance)`. U is the raw weight over a bound of its norm; δ and a ≥ 0 with
+    Σa ≤ 1 are learned for each head. The block is its own residual connection.
+
+    Guarantee: `‖y(x) − y(x')‖ ≤ ‖x − x'‖` for all tokens together, rounding of U and a included (see the module's text).
+
+    Args:
+        width: features of a token.
+        hidden: coordinates in which tokens are compared, or keys of the memory, `width` by default.
+        device: of the parameters.
+        dtype: of the parameters.
+        heads: must divide `hidden`.
+        memory: tokens attend to learned keys instead of each other.
+        window: causal, each token sees so many tokens before it; 0: all tokens see each other. A memory has none.
+
+    >>> layer = ConvexAttention(8, heads=2)
+    >>> layer(torch.randn(3, 5, 8)).shape, layer.lipschitz_upper((5, 8)).value
+    (torch.Size([3, 5, 8]), 1.0)
+    """
+
+    plain_type = staticmethod(_projection)
+
+    def build(  # type: ignore[override]
+        self, plain: Any, *, heads: int = 1, memory: bool = False, window: int = 0
+    ) -> None:
+        """The raw weight, log δ and the logits of a."""
+        super().build(plain)
+        _check_heads(self.hidden, heads)
+        require_number(window, "window", least=0, most=0 if memory else math.inf, whole=True)
+        self.heads, self.memory, self.window = heads, memory, window
+        self.log_threshold = nn.Parameter(self.raw.new_zeros(heads))
+        self.logits = nn.Parameter(self.raw.new_zeros(heads, window))
+
+    def compute(self, *args: Any) -> Tensors:
+        """`(U, δ, a)`."""
+        # any δ > 0 keeps the bound: this range keeps z/δ finite
+        threshold = self.log_threshold.exp().clamp(2.0**-60, 2.0**60)
+        weights = self.logits.double().softmax(-1) * (1 - 1e-6)  # at most 1 in sum after rounding
+        return super().compute()[0], threshold, weights.to(self.logits.dtype)
+
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The block on `x (…, tokens, width)`."""
+        U, threshold, weights = tensors
+        q = functional.linear(x, U).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        threshold = threshold[:, None, None]
+        tokens = x.shape[-2]
+        if self.memory:
+            force = 4 * threshold * (q / threshold).softmax(-1)
+        else:
+            gaps = (q[..., :, None, :] - q[..., None, :, :]) / threshold[..., None]
+            pulls = gaps.square().sum(-1).clamp_min(1).rsqrt()
+            if self.window:  # a_{i−j}, 0 outside the window
+                places = torch.arange(tokens, device=x.device)
+                back = (places[:, None] - places).clamp(0, self.window + 1)
+                pulls = pulls * functional.pad(weights, (1, 1))[:, back]
+            else:
+                pulls = pulls * (2 / tokens)
+            force = pulls.sum(-1, keepdim=True) * q - pulls @ q
+        y = x - functional.linear(force.transpose(-2, -3).flatten(-2), U.mT)
+        return y * math.sqrt(0.5) if self.window else y
+
+    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+        """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`."""
+        if not self.window:
+            return super().bound(tensors, input_shape)
+        U, _, weights = tensors
+        norm = upper_near_one(self.inner(U), None)
+        total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
+        t = inflate(total * norm**2)
+        value = math.sqrt(1 + t) if t <= 1 and bool((weights >= 0).all()) else 1 + 2 * t
+        # √½ in the dtype of the weights is off by a unit roundoff
+        value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
+        return Bound(inflate(value), Kind.UPPER, "causal convex attention")

@@ -63,7 +63,9 @@ class Change:
     note: str = ""
 
 
-def convert(model: nn.Module, method: str = "sr", **options: Any) -> tuple[nn.Module, tuple[Change, ...]]:
+def convert(
+    model: nn.Module, method: str = "sr", **options: Any
+) -> tuple[nn.Module, tuple[Change, ...]]:
     """A deep copy of the model in which every layer that has a 1-Lipschitz form has it, and a row for every module.
 
     * `nn.Linear`, `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose2d` → the layer of that method, starting from the same
@@ -88,84 +90,108 @@ def convert(model: nn.Module, method: str = "sr", **options: Any) -> tuple[nn.Mo
     """
     require_module(model, "model")
     require_one_of(methods(), method=method)
-    walk = _Walk(method, options)
+    walk = _Walk(methods()[method], options)
     new = walk.visit(copy.deepcopy(model), "")
     return new, tuple(walk.rows)
+
+
+#: the module in place of the old one, what was done, and why
+_Step = tuple[nn.Module, Action, str]
 
 
 class _Walk:
     """Depth first through the modules; `done` keeps modules used twice one module, `shared` weights used twice one weight."""
 
-    def __init__(self, method: str, options: dict[str, Any]) -> None:
-        self.layers = methods()[method]
+    def __init__(self, layers: dict[type[nn.Module], Any], options: dict[str, Any]) -> None:
+        self.layers = layers
         self.options = options
         self.rows: list[Change] = []
         self.done: dict[nn.Module, nn.Module] = {}
         self.shared: dict[Tensor, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
-        """The replacement of a module, the module itself where there is none."""
+        """The replacement of a module, the module itself where there is none.
+
+        Args:
+            module: the module, in the copy of the network.
+            path: its dotted name.
+        """
         if module in self.done:
             return self.done[module]
         self.done[module] = module  # a module that contains itself would not end otherwise
+        step = self.inside(module, path) if _has_parts(module) else self.leaf(module, path)
+        if step is not None:
+            new, action, why = step
+            was, now = (parametrize.type_before_parametrizations(m).__name__ for m in (module, new))
+            self.rows.append(Change(path or "(the model)", was, now, action, why))
+            self.done[module] = new
+        return self.done[module]
+
+    def inside(self, module: nn.Module, path: str) -> _Step | None:
+        """A module of modules: its children are replaced in place.
+
+        Args:
+            module: the module, in the copy of the network.
+            path: its dotted name.
+        """
+        for name, child in list(module._modules.items()):  # named_children leaves out repetitions
+            if child is not None:
+                module._modules[name] = self.visit(child, f"{path}.{name}" if path else name)
+        own = ", ".join(name for name, _ in module.named_parameters(recurse=False))
+        return (module, "left", f"its own forward uses {own}") if own else None
+
+    def leaf(self, module: nn.Module, path: str) -> _Step:
+        """A module without children, or one that uses their weights itself.
+
+        Args:
+            module: the module, in the copy of the network.
+            path: its dotted name.
+        """
         if isinstance(module, Computed | Parametrized):
-            return self.note(path, module, module, "kept", "1-Lipschitz already")
+            return module, "kept", "1-Lipschitz already"
         if parametrize.is_parametrized(module):
-            return self.note(path, module, module, "left", "it has a parametrization of its own; remove it first")
-        whole = isinstance(module, _WHOLE)
-        if not whole and any(True for _ in module.children()):
-            for name, child in list(module._modules.items()):  # named_children leaves out what was there before
-                if child is not None:
-                    module._modules[name] = self.visit(child, f"{path}.{name}" if path else name)
-            own = [name for name, _ in module.named_parameters(recurse=False)]
-            if own:
-                self.note(path, module, module, "left", f"its own forward uses {', '.join(own)}")
-            return module
+            return module, "left", "it has a parametrization of its own; remove it first"
         if hooked(module):
-            return self.note(path, module, module, "left", "it has hooks or a patched forward; remove them first")
-        new = self.replace(module, path)
-        self.done[module] = new
-        return new
-
-    def note(self, path: str, old: nn.Module, new: nn.Module, action: Action, why: str = "") -> nn.Module:
-        """Write the row, return the new module."""
-        was, now = (parametrize.type_before_parametrizations(m).__name__ for m in (old, new))
-        self.rows.append(Change(path or "(the model)", was, now, action, why))
-        return new
-
-    def replace(self, module: nn.Module, path: str) -> nn.Module:
-        """A leaf."""
+            return module, "left", "it has hooks or a patched forward; remove them first"
         if type(module) in self.layers:
             return self.weighted(module, path)
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and _plain_batch_norm(module):
-            why = "the scale is dropped; run a few batches in training mode to re-estimate the means"
-            return self.note(path, module, _centering(module), "replaced", why)
+        if type(module) in _BATCH_NORMS and getattr(module, "track_running_stats", False):
+            why = (
+                "the scale is dropped; run a few batches in training mode to re-estimate the means"
+            )
+            return _centering(module), "replaced", why
         if type(module) is nn.MaxPool2d and overlap(module) > 1:
             pool = _disjoint(module)
             why = f"overlapping windows have constant {overlap(module):.4g}"
             if pool is None:
-                return self.note(path, module, module, "left", why + "; no disjoint windows give the same output size")
-            return self.note(path, module, pool, "replaced", why)
+                return module, "left", why + "; no disjoint windows give the same output size"
+            return pool, "replaced", why
         steepest = steepness(module)
         if steepest is not None and steepest > 1:
-            return self.note(path, module, Contracted(module), "replaced", f"its slopes reach {steepest:.5g}")
+            return Contracted(module), "replaced", f"its slopes reach {steepest:.5g}"
         constant = known_constant(module)
-        if constant is not None and constant <= 1:
-            return self.note(path, module, module, "kept")
-        if constant is not None:
-            return self.note(path, module, module, "left", f"its constant is {constant:.4g}")
-        return self.note(path, module, module, "left", _reason(module))
+        if constant is None:
+            return module, "left", _reason(module)
+        if constant <= 1:
+            return module, "kept", ""
+        return module, "left", f"its constant is {constant:.4g}"
 
-    def weighted(self, module: nn.Module, path: str) -> nn.Module:
-        """A plain linear layer."""
-        weight = module.weight
-        assert isinstance(weight, Tensor)
+    def weighted(self, module: Any, path: str) -> _Step:
+        """A plain linear layer.
+
+        Args:
+            module: the module, in the copy of the network.
+            path: its dotted name.
+        """
+        weight: Tensor = module.weight
         try:
             layer = self.layers[type(module)].from_plain(module, **self.options)
         except Refused as refusal:
-            return self.note(path, module, module, "left", str(refusal))
+            return module, "left", str(refusal)
         except TypeError as error:
-            raise InputError(f"{path or 'the model'}: the method does not take these options: {error}") from error
+            raise InputError(
+                f"{path or 'the model'}: the method does not take these options: {error}"
+            ) from error
         why = ""
         if isinstance(layer, Parametrized):
             first = self.shared.setdefault(weight, layer)
@@ -173,21 +199,26 @@ class _Walk:
                 layer.parametrizations["weight"] = first.parametrizations["weight"]  # type: ignore[index, operator]
                 why = "shares its weight"
         layer.requires_grad_(weight.requires_grad)
-        return self.note(path, module, layer, "converted", why)
+        return layer, "converted", why
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 #: modules that use their children's weights themselves, or fuse them
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
-def _plain_batch_norm(module: nn.modules.batchnorm._BatchNorm) -> bool:
-    return module.track_running_stats and type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _has_parts(module: nn.Module) -> bool:
+    """Whether a module is to be looked into: it has children, and neither fuses them nor computes their weights."""
+    closed = isinstance(module, (Computed, Parametrized, *_WHOLE))
+    return (
+        not closed
+        and not parametrize.is_parametrized(module)
+        and next(module.children(), None) is not None
+    )
 
 
-def _centering(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> BatchCentering:
+def _centering(norm: Any) -> BatchCentering:
     mean, var = norm.running_mean, norm.running_var
-    assert mean is not None
-    assert var is not None
     momentum = norm.momentum if norm.momentum else 0.1
     layer = BatchCentering(norm.num_features, momentum, device=mean.device, dtype=mean.dtype)
     layer.running_mean.copy_(mean)
@@ -263,7 +294,9 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerBound, ...]]:
         if id(layer) not in memo:
             memo[id(layer)] = _exported(path or "the model", layer).train(layer.training)
             rows.append(_norm(path or "(the model)", layer, memo[id(layer)]))
-    return copy.deepcopy(model, memo), tuple(rows)  # what is in the memo is taken from there, wherever it is used
+    return copy.deepcopy(model, memo), tuple(
+        rows
+    )  # what is in the memo is taken from there, wherever it is used
 
 
 def _exported(path: str, layer: nn.Module) -> nn.Module:
@@ -278,14 +311,22 @@ def _exported(path: str, layer: nn.Module) -> nn.Module:
         return layer.export()
     kind = module_kind(layer)  # refuses hooks and overridden forwards
     if type(layer).__call__ is not nn.Module.__call__:
-        raise Refused(f"{path} ({name}) overrides __call__, so that export() would make another map")
+        raise Refused(
+            f"{path} ({name}) overrides __call__, so that export() would make another map"
+        )
     new = kind.__new__(kind)
-    state = {key: value for key, value in layer.__dict__.items() if key not in ("_modules", "_parameters")}
+    state = {
+        key: value
+        for key, value in layer.__dict__.items()
+        if key not in ("_modules", "_parameters")
+    }
     new.__dict__.update(copy.deepcopy(state), _modules={}, _parameters={})
     with torch.no_grad():
         tensors: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias}
     for key, tensor in tensors.items():
-        new.register_parameter(key, None if tensor is None else nn.Parameter(tensor.detach().clone()))
+        new.register_parameter(
+            key, None if tensor is None else nn.Parameter(tensor.detach().clone())
+        )
     return new
 
 

@@ -61,7 +61,9 @@ def offset_cross_entropy(
     return _cooled(wide - offset * lipschitz * one_hot(wide, y), y, temperature).to(z.dtype)
 
 
-def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
+def margin_hinge(
+    z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0
+) -> Tensor:
     """`mean max(0, √2·L·ε − (z_y − max_{k≠y} z_k))`: zero exactly where every input is certified at radius ε.
 
     Args:
@@ -73,7 +75,11 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y)).mean().to(z.dtype)
+    return (
+        functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y))
+        .mean()
+        .to(z.dtype)
+    )
 
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
@@ -91,7 +97,10 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
 
 
 def pair_constants(
-    y: Tensor, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None, classes: int | None = None
+    y: Tensor,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
+    classes: int | None = None,
 ) -> Tensor:
     """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` with the last layer's weight.
 
@@ -111,7 +120,9 @@ def pair_constants(
     if weight is not None:
         weight = widened(weight)
         classes = len(weight)
-        present, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
+        present, place = y.unique(
+            return_inverse=True
+        )  # a batch has fewer classes than examples: every pair once
         distance = _lengths(weight[present][:, None, :] - weight[None])[place]
     elif classes is not None:
         distance = math.sqrt(2) * widened(torch.ones(len(y), classes, device=y.device))
@@ -150,7 +161,9 @@ def lipschitz_margin(
     return _cooled(lifted, y, temperature).to(z.dtype)
 
 
-def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
+def gloro_logits(
+    z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
+) -> Tensor:
     """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class, rounded up: where ⊥ does not win, radius ε
     is certified.
 
@@ -168,16 +181,24 @@ def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, wei
     return _rounded_up(_with_bottom(widened(z), epsilon, lipschitz, weight), z.dtype)
 
 
-def _with_bottom(z: Tensor, epsilon: float, lipschitz: Tensor | float, weight: Tensor | None) -> Tensor:
+def _with_bottom(
+    z: Tensor, epsilon: float, lipschitz: Tensor | float, weight: Tensor | None
+) -> Tensor:
     j = z.argmax(1)
     lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
     bottom = lifted.masked_fill(one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
-    above = torch.nextafter(bottom.detach(), bottom.new_tensor(math.inf))  # the sum was rounded, perhaps down
+    above = torch.nextafter(
+        bottom.detach(), bottom.new_tensor(math.inf)
+    )  # the sum was rounded, perhaps down
     return torch.cat([z, bottom + (above - bottom.detach())], 1)
 
 
 def gloro(
-    z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
+    z: Tensor,
+    y: Tensor,
+    epsilon: float,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy with the extra class ⊥ of `gloro_logits`: the loss is small only where y wins by a certified
     margin.
@@ -268,7 +289,11 @@ def logit_annealing(
     if not gamma >= 0:
         raise InputError(f"gamma must not be negative, got {gamma}")
     wide = _checked(z, y)
-    lifted = wide + offset * (1 - one_hot(wide, y)) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    lifted = (
+        wide
+        + offset * (1 - one_hot(wide, y))
+        + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    )
     log_p = _own((lifted / temperature).log_softmax(1), y)
     return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
 
@@ -328,7 +353,9 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     return _reduced(parts, reduction).to(z.dtype)
 
 
-def hkr(z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0, reduction: Reduction = "mean") -> Tensor:
+def hkr(
+    z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0, reduction: Reduction = "mean"
+) -> Tensor:
     """Hinge–Kantorovich–Rubinstein, `α·hinge − (1 − α)·KR`: class against the rest, uniform prior.
 
     For classes both are means over examples, so that parts of a batch add up.
@@ -359,7 +386,9 @@ def _one_score(z: Tensor) -> bool:
 def _signs(z: Tensor, y: Tensor) -> Tensor:
     """Labels as ±1."""
     if y.numel() != len(z) or not len(z):
-        raise InputError(f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}")
+        raise InputError(
+            f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}"
+        )
     labels = y.flatten().to(widened(z).dtype)
     if set(labels.tolist()) <= {0.0, 1.0}:
         return 2 * labels - 1
@@ -474,7 +503,9 @@ class CertifiedAccuracy:
             raise InputError(f"radii must be non-negative numbers, got {tuple(self.radii)}")
         self.certified = self.certified or [0] * len(self.radii)
 
-    def update(self, logits: Tensor, labels: Tensor, lipschitz: Any = 1.0, weight: Tensor | None = None) -> None:
+    def update(
+        self, logits: Tensor, labels: Tensor, lipschitz: Any = 1.0, weight: Tensor | None = None
+    ) -> None:
         """Count a batch: certified at ε means that the label wins (`R > 0`) and `R ≥ ε`.
 
         Args:
@@ -492,7 +523,9 @@ class CertifiedAccuracy:
     def merge(self, other: CertifiedAccuracy) -> None:
         """Add the counts of another part."""
         if tuple(other.radii) != tuple(self.radii):
-            raise InputError(f"cannot merge counts at radii {tuple(other.radii)} into those at {tuple(self.radii)}")
+            raise InputError(
+                f"cannot merge counts at radii {tuple(other.radii)} into those at {tuple(self.radii)}"
+            )
         self.samples += other.samples
         self.correct += other.correct
         self.certified = [a + b for a, b in zip(self.certified, other.certified, strict=True)]
@@ -501,5 +534,11 @@ class CertifiedAccuracy:
         """The fractions."""
         if not self.samples:
             raise InputError("no sample was counted yet")
-        shares = {float(r): n / self.samples for r, n in zip(self.radii, self.certified, strict=True)}
-        return {"accuracy": self.correct / self.samples, "certified": shares, "samples": self.samples}
+        shares = {
+            float(r): n / self.samples for r, n in zip(self.radii, self.certified, strict=True)
+        }
+        return {
+            "accuracy": self.correct / self.samples,
+            "certified": shares,
+            "samples": self.samples,
+        }

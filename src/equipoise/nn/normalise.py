@@ -53,7 +53,9 @@ class BatchCentering(nn.Module):
             raise InputError(f"momentum must lie in (0, 1], got {momentum}")
         self.num_features, self.momentum = num_features, momentum
         self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
-        shift = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        shift = (
+            nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        )
         self.register_parameter("bias", shift)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +100,11 @@ class LayerCentering(nn.Module):
         super().__init__()
         self.num_features = num_features
         shifted = num_features is not None and bias
-        shift = nn.Parameter(torch.zeros(num_features or 0, device=device, dtype=dtype)) if shifted else None
+        shift = (
+            nn.Parameter(torch.zeros(num_features or 0, device=device, dtype=dtype))
+            if shifted
+            else None
+        )
         self.register_parameter("bias", shift)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,9 +116,15 @@ class LayerCentering(nn.Module):
         if self.num_features is None:
             return x - x.mean(list(range(1, x.dim())), keepdim=True)
         if x.dim() < 3 or x.shape[1] != self.num_features:
-            raise InputError(f"expected (batch, {self.num_features}, pixels…), got {tuple(x.shape)}")
+            raise InputError(
+                f"expected (batch, {self.num_features}, pixels…), got {tuple(x.shape)}"
+            )
         centred = x - x.mean(list(range(2, x.dim())), keepdim=True)
-        return centred if self.bias is None else centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
+        return (
+            centred
+            if self.bias is None
+            else centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
+        )
 
 
 class UnitRows(Parametrization):
@@ -133,10 +145,14 @@ class UnitRows(Parametrization):
         """The weight: in float64, and shrunk by what rounding may add to the length of a row."""
         wide = raw.double()
         largest = wide.detach().abs().amax(1, keepdim=True)
-        w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)  # squares neither overflow nor vanish
+        w = wide / torch.where(
+            largest == 0, torch.ones_like(largest), largest
+        )  # squares neither overflow nor vanish
         squares = w.square().sum(1, keepdim=True)
         margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
-        return (w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt() * (1 - margin)).to(raw.dtype)
+        return (
+            w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt() * (1 - margin)
+        ).to(raw.dtype)
 
 
 class LastLayerNormalised(Parametrized, nn.Linear):

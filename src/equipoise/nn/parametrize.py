@@ -29,7 +29,13 @@ from equipoise.maps.reading import geometry_of
 Tensors = tuple[Tensor, ...]
 
 #: the plain layers that a parametrization may be registered on
-PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+PLAIN: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose2d,
+)
 #: for how many image sizes an evaluated module keeps its effective tensors
 _CACHED_SIZES = 4
 
@@ -148,7 +154,18 @@ class _Recomputed(torch.autograd.Function):
     """Cached values forward, `g` computed again backward."""
 
     @staticmethod
-    def forward(ctx: Any, module: Computed, args: tuple[Any, ...], values: Tensors, *tensors: Tensor) -> Tensors:
+    def forward(
+        ctx: Any, module: Computed, args: tuple[Any, ...], values: Tensors, *tensors: Tensor
+    ) -> Tensors:
+        """The cached values.
+
+        Args:
+            ctx: autograd's context.
+            module: the module that computes.
+            args: those of `effective`.
+            values: the cached ones.
+        """
+
         ctx.module = module
         ctx.args = args
         ctx.save_for_backward(*tensors)
@@ -165,12 +182,17 @@ class _Recomputed(torch.autograd.Function):
             None,
             None,
             None,
-            *differentiated([values[i] for i in present], [gradients[i] for i in present], *tensors, again=again),
+            *differentiated(
+                [values[i] for i in present], [gradients[i] for i in present], *tensors, again=again
+            ),
         )
 
 
 def differentiated(
-    values: Sequence[Tensor], gradients: Sequence[Tensor], *inputs: Tensor | None, again: bool = True
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *inputs: Tensor | None,
+    again: bool = True,
 ) -> tuple[Tensor | None, ...]:
     """Gradients for the inputs by autograd; None for those that need none.
 
@@ -313,9 +335,13 @@ class ComputedLayer(Computed):
             return super().effective(*args)
         key, kinds = self.stored
         if args != key:
-            raise InputError(f"this layer was exported for images of {key[0]} (padding included), got {args[0]}")
+            raise InputError(
+                f"this layer was exported for images of {key[0]} (padding included), got {args[0]}"
+            )
         values = [self.get_parameter(f"effective_{i}") for i in range(len(kinds))]
-        return tuple(torch.view_as_complex(v) if c else v for v, c in zip(values, kinds, strict=True))
+        return tuple(
+            torch.view_as_complex(v) if c else v for v, c in zip(values, kinds, strict=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer on `x`; under autocast in full precision, with the result in autocast's dtype."""
@@ -351,7 +377,11 @@ class ComputedLayer(Computed):
         with torch.no_grad():
             tensors = self.effective(*key)
         new = copy.deepcopy(self)
-        for name in [name for name, _ in new.named_parameters(recurse=False) if name != "bias" or not self.reads_bias]:
+        for name in [
+            name
+            for name, _ in new.named_parameters(recurse=False)
+            if name != "bias" or not self.reads_bias
+        ]:
             new.register_parameter(name, None)
         new.stored = key, tuple(t.is_complex() for t in tensors)
         for i, tensor in enumerate(tensors):
@@ -372,7 +402,9 @@ class ComputedLayer(Computed):
         """The arguments."""
         names = inspect.signature(type(self)).parameters
         hidden = ("bias", "device", "dtype", "activation")
-        return ", ".join(f"{n}={getattr(self, n)}" for n in names if n not in hidden and hasattr(self, n))
+        return ", ".join(
+            f"{n}={getattr(self, n)}" for n in names if n not in hidden and hasattr(self, n)
+        )
 
 
 def _ours(module: nn.Module) -> bool:
@@ -398,12 +430,19 @@ class Parametrization(Computed):
     instead: ClassVar[str] = "use RKO or BCOP"
 
     def __init__(
-        self, geometry: Geometry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        geometry: Geometry,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.check(geometry)
         self.geometry = geometry
-        self.factory: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
+        self.factory: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype or torch.get_default_dtype(),
+        }
         #: hyper-parameters of the layer that it was made for
         self.made_for: list[Any] = []
 
@@ -411,7 +450,9 @@ class Parametrization(Computed):
     def check(cls, geometry: Geometry) -> None:
         """Refuse the layers this construction is not sound for, with the reason."""
         if geometry.dims and cls.kinds == (nn.Linear,):
-            raise Refused(f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}")
+            raise Refused(
+                f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}"
+            )
         check_padding(geometry)
 
     def constant(self) -> float | None:
@@ -463,7 +504,9 @@ def plain_geometry(module: nn.Module) -> Geometry:
     return geometry_of(module)
 
 
-def register(module: nn.Module, kind: type[Parametrization], name: str = "weight", **options: Any) -> nn.Module:
+def register(
+    module: nn.Module, kind: type[Parametrization], name: str = "weight", **options: Any
+) -> nn.Module:
     """Put a parametrization on a tensor of a layer and return the layer.
 
     Args:
@@ -474,7 +517,9 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
     """
     tensor = getattr(module, name, None)
     if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
-        raise InputError(f"{type(module).__name__} has no tensor {name!r}; run a forward pass first if it is lazy")
+        raise InputError(
+            f"{type(module).__name__} has no tensor {name!r}; run a forward pass first if it is lazy"
+        )
     if parametrize.is_parametrized(module, name):
         raise InputError(
             f"{name!r} of {type(module).__name__} has a parametrization; remove it with "
@@ -486,7 +531,9 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
         geometry = plain_geometry(module)
     else:
         names = ", ".join(f"nn.{k.__name__}" for k in kind.kinds)
-        raise Refused(f"{kind.__name__} is for {names}, got {type(module).__name__}: {kind.instead}")
+        raise Refused(
+            f"{kind.__name__} is for {names}, got {type(module).__name__}: {kind.instead}"
+        )
     parametrization = kind(geometry, device=tensor.device, dtype=tensor.dtype, **options)
     parametrization.made_for = _hyperparameters(module)
     # unsafe: shape and dtype are known to be right, and a forward pass would not work on the meta device
@@ -523,7 +570,9 @@ def proved_constant(module: nn.Module) -> float | None:
     plain = next(base for base in PLAIN if isinstance(module, base))
     methods = ("__call__", "forward", "_conv_forward")
     changed = any(getattr(kind, name, None) is not getattr(plain, name, None) for name in methods)
-    patched = any(callable(value) for part in (module, parametrization) for value in vars(part).values())
+    patched = any(
+        callable(value) for part in (module, parametrization) for value in vars(part).values()
+    )
     return None if changed or patched else parametrization.constant()
 
 
@@ -567,7 +616,9 @@ class Parametrized(nn.Module):
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
         if proved_constant(self) != 1 or not bool(torch.isfinite(cast(Any, self).weight).all()):
-            raise Refused(f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound")
+            raise Refused(
+                f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound"
+            )
         return Bound(1.0, Kind.UPPER, "construction")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -607,9 +658,20 @@ def _with_property(kind: type[nn.Module]) -> Any:
         return cache[key]
 
     def assign(layer: Any, value: Tensor) -> None:
+        """Set the raw tensor for a weight.
+
+        Args:
+            layer: the layer.
+            value: the value that is assigned.
+        """
+
         layer.parametrizations["weight"].right_inverse(value)
 
-    body = {"weight": property(get, assign), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {
+        "weight": property(get, assign),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return _Lasting(kind.__name__, (kind,), body)
 
 
@@ -621,22 +683,30 @@ def check_plain(layer: Any, plain: nn.Module) -> None:
         plain: the plain layer.
     """
     if not isinstance(plain, layer.plain_type):
-        raise InputError(f"{layer.__name__} replaces nn.{layer.plain_type.__name__}, got {type(plain).__name__}")
+        raise InputError(
+            f"{layer.__name__} replaces nn.{layer.plain_type.__name__}, got {type(plain).__name__}"
+        )
 
 
 def _option_names(function: Any) -> dict[str, inspect.Parameter]:
     """The keyword arguments of a constructor that are options: neither the layer's geometry nor where its tensors live."""
     fixed = ("self", "geometry", "plain", "device", "dtype", "factory")
-    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed}
+    return {
+        name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed
+    }
 
 
 def _joined_signature(plain: Any, function: Any) -> inspect.Signature:
     """The arguments of a plain layer, then the options of a constructor by name."""
-    options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _option_names(function).values()]
+    options = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _option_names(function).values()
+    ]
     return inspect.Signature([*inspect.signature(plain).parameters.values(), *options])
 
 
-def _split_options(kind: type, function: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(
+    kind: type, function: Any, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the plain layer, and the options of a constructor."""
     names = inspect.signature(kind).parameters
     for name in options:

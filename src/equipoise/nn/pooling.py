@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
-from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
@@ -36,7 +35,10 @@ class _Windows(Described):
 
     def _reached(self) -> int:
         """How many windows a pixel reaches."""
-        return math.prod(-(-k // max(s, 1)) for k, s in zip(_pair(self.kernel_size), _pair(self.stride), strict=True))
+        return math.prod(
+            -(-k // max(s, 1))
+            for k, s in zip(_pair(self.kernel_size), _pair(self.stride), strict=True)
+        )
 
     def _constant(self) -> float:
         """`√` of the number of windows that a pixel reaches."""
@@ -60,7 +62,11 @@ class MaxPool2d(_Windows):
     lipschitz_upper = by_construction(_Windows._constant)
 
     def __init__(
-        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False
+        self,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
     ) -> None:
         super().__init__(kernel_size, stride)
         self.padding = padding
@@ -68,7 +74,9 @@ class MaxPool2d(_Windows):
 
     def forward(self, x: Tensor) -> Tensor:
         """The maxima."""
-        return functional.max_pool2d(x, self.kernel_size, self.stride, self.padding, ceil_mode=self.ceil_mode)
+        return functional.max_pool2d(
+            x, self.kernel_size, self.stride, self.padding, ceil_mode=self.ceil_mode
+        )
 
 
 class ScaledAvgPool2d(_Windows):
@@ -178,53 +186,3 @@ class PadChannels(Described):
         if extra < 0:
             raise InputError(f"{x.shape[1]} channels do not fit into {self.channels}")
         return functional.pad(x, (0, 0) * (x.dim() - 2) + (0, extra))
-
-
-class SpatialShift(Described):
-    """Moves groups of channels by one pixel each in their own direction: neighbours meet without a product.
-
-    The channels are cut into `directions` groups (1, 5 or 9: none, the four neighbours, the eight); on a circle
-    (`padding_mode="circular"`) the map is a permutation of the entries, with zeros it forgets what leaves the image.
-
-    Guarantee: 1-Lipschitz, and with circular padding norm preserving, in every dtype (nothing is rounded).
-
-    Reference: Wu et al. (2018), Shift: a zero FLOP, zero parameter alternative to spatial convolutions.
-
-    >>> import torch
-    >>> SpatialShift(5)(torch.arange(45.0).reshape(1, 5, 3, 3))[0, 1].tolist()
-    [[15.0, 16.0, 17.0], [9.0, 10.0, 11.0], [12.0, 13.0, 14.0]]
-    """
-
-    __constants__ = ("directions", "padding_mode")
-
-    def __init__(self, directions: int = 5, padding_mode: str = "circular") -> None:
-        super().__init__()
-        if directions not in (1, 5, 9) or padding_mode not in ("circular", "zeros"):
-            raise InputError(
-                f"directions are 1, 5 or 9 and padding_mode circular or zeros, got {directions}, {padding_mode!r}"
-            )
-        self.directions = directions
-        self.padding_mode = padding_mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The moved channels of (batch, channels, height, width)."""
-        if x.dim() != 4 or x.shape[1] < self.directions:
-            raise InputError(f"expected (batch, channels ≥ {self.directions}, h, w), got {tuple(x.shape)}")
-        groups = x.tensor_split(self.directions, 1)
-        return torch.cat([self._moved(g, *to) for g, to in zip(groups, _DIRECTIONS, strict=False)], 1)
-
-    def _moved(self, x: Tensor, down: int, right: int) -> Tensor:
-        if self.padding_mode == "circular":
-            return x.roll((down, right), (2, 3))
-        h, w = x.shape[-2:]
-        padded = functional.pad(x, [1, 1, 1, 1])
-        return padded[..., 1 - down : 1 - down + h, 1 - right : 1 - right + w]
-
-    @by_construction(1.0)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """1: every entry is moved to a place of its own, or dropped."""
-        return Bound(1.0, Kind.UPPER, "entries are moved")
-
-
-#: where the groups of channels go: down, right
-_DIRECTIONS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))

@@ -43,7 +43,9 @@ vars(_waves)["_dynamo_marked_constant"] = True
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_waves(kind: str, reach: Reach, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cached_waves(
+    kind: str, reach: Reach, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """`taps`: the symbol of a kernel. `back`: the inverse transform. `finer`: from offsets to the grid of twice the reach.
 
     In the last two every point but the first represents ±; `finer` is for matrices that come doubled.
@@ -64,7 +66,11 @@ def _cached_waves(kind: str, reach: Reach, dtype: torch.dtype, device: torch.dev
 
 def _half_grid(reach: Reach) -> np.ndarray:
     """Zero and the lexicographically positive points of `Π [−h_j, h_j]`, as (points, dims)."""
-    points = np.stack(np.meshgrid(*[np.arange(-h, h + 1.0) for h in reach], indexing="ij")).reshape(len(reach), -1).T
+    points = (
+        np.stack(np.meshgrid(*[np.arange(-h, h + 1.0) for h in reach], indexing="ij"))
+        .reshape(len(reach), -1)
+        .T
+    )
     return points[len(points) // 2 :]
 
 
@@ -139,7 +145,9 @@ def _matrix_powers(W: Tensor, t: int) -> _Table:
     """Of matrices `(g, m, n)`, with their Gram matrices in float64."""
     wide = W.double()
     gram = wide.mT @ wide
-    gram = gram.tril() + gram.tril(-1).mT  # symmetric to the last bit: weighted row sums are then column sums
+    gram = (
+        gram.tril() + gram.tril(-1).mT
+    )  # symmetric to the last bit: weighted row sums are then column sums
     G, log2, e = _tamed(gram[None], 0.0)
     history = [[W, torch.exp2(-e)]]
     for _ in range(t - 1):
@@ -175,7 +183,11 @@ class Powers:
         g = g.to(self.signs.dtype)
         gA = self.signs * (g + g.mT)
         gA[0] = self.signs[0] * g
-        return _kernel_gradient(gA, self.history, self.reach) if self.reach else _matrix_gradient(gA, self.history)
+        return (
+            _kernel_gradient(gA, self.history, self.reach)
+            if self.reach
+            else _matrix_gradient(gA, self.history)
+        )
 
 
 def powers(K: Tensor, t: int) -> Powers:
@@ -196,7 +208,9 @@ def powers(K: Tensor, t: int) -> Powers:
     even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
     narrow = K.dtype if even else torch.float64
     history = [[part.to(narrow) for part in parts] for parts in history]
-    return Powers(T, log2, A.sign().to(narrow), history, tuple((k - 1) * 2 ** (t - 1) for k in taps))
+    return Powers(
+        T, log2, A.sign().to(narrow), history, tuple((k - 1) * 2 ** (t - 1) for k in taps)
+    )
 
 
 def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
@@ -232,7 +246,9 @@ def largest_exponent(x: Tensor, batch: int) -> Tensor:
         x: a tensor.
         batch: the dimension that stays.
     """
-    largest = x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
+    largest = (
+        x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
+    )
     return torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
 
 

@@ -60,7 +60,9 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
 def check_steps(t: int) -> None:
     """t ≥ 1: at t = 0 there is no symmetric matrix to sum over."""
     if not isinstance(t, int) or not 1 <= t <= 12:
-        raise InputError(f"spectral rescaling needs a whole number of steps t from 1 to 12, got {t}")
+        raise InputError(
+            f"spectral rescaling needs a whole number of steps t from 1 to 12, got {t}"
+        )
 
 
 def _in_closed_form(K: Tensor, t: int) -> bool:
@@ -106,9 +108,23 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, K: Tensor, log_q: Tensor | None, t: int, transposed: bool, lattices: Sequence[Lattice]
+        ctx: Any,
+        K: Tensor,
+        log_q: Tensor | None,
+        t: int,
+        transposed: bool,
+        lattices: Sequence[Lattice],
     ) -> tuple[Tensor, Tensor]:
-        """The weight and its factors."""
+        """The weight and its factors.
+
+        Args:
+            ctx: autograd's context.
+            K: kernels `(g, co, ci, *taps)`.
+            log_q: logarithm of the weights q, or None.
+            t: steps of spectral rescaling.
+            transposed: whether outputs are rescaled.
+            lattices: how the kernel acts on the phases of its input.
+        """
         S = _on_phases(K, transposed, lattices)
         refuse_large(S, t)
         table = powers(S, t)
@@ -135,7 +151,9 @@ class _Rescaled(torch.autograd.Function):
         if torch.is_grad_enabled():  # for higher derivatives
             E, again = _by_operators(_on_phases(K, ctx.transposed, ctx.lattices), ctx.t, log_q)
             pairs = [(_off_phases(E, ctx.transposed, ctx.lattices), g), (again, g_R)]
-            values, outer = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
+            values, outer = zip(
+                *[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True
+            )
             return *differentiated(values, outer, K, log_q), None, None, None
 
         own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
@@ -199,7 +217,9 @@ def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Ten
     present = bound != 0  # the norm of a NaN weight is NaN, and stays so
     safe = torch.where(present, bound, torch.ones_like(bound)) * (1 + delta)
     weight = torch.where(present, K.to(bound.dtype) / safe, torch.zeros_like(K, dtype=bound.dtype))
-    factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(max=torch.finfo(K.dtype).max)
+    factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(
+        max=torch.finfo(K.dtype).max
+    )
     return (weight * _shrunk(K)).to(K), factor.to(K)
 
 
@@ -211,7 +231,11 @@ def _factor(like: Tensor) -> float:
 def _shrunk(like: Tensor) -> float:
     """1 minus what rounding to the dtype adds to the norm."""
     taps, u = math.prod(like.shape[3:]), unit_roundoff(like.dtype)
-    return 1 - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2])) - 8 * unit_roundoff(torch.float64)
+    return (
+        1
+        - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2]))
+        - 8 * unit_roundoff(torch.float64)
+    )
 
 
 def rounding(rows: int, columns: int, taps: int, t: int) -> float:
@@ -237,7 +261,10 @@ def _lattices(geometry: Geometry) -> list[Lattice]:
     With zero padding the norms agree for every input size. With circular padding they do only where the stride divides the
     size; there the kernel is left alone: its symbol at stride 1 bounds every size.
     """
-    axes = [Axis(a.kernel, a.stride if geometry.padding == "zeros" else 1, a.dilation) for a in geometry.axes]
+    axes = [
+        Axis(a.kernel, a.stride if geometry.padding == "zeros" else 1, a.dilation)
+        for a in geometry.axes
+    ]
     return [lattice for lattice in map(zero_lattice, axes) if lattice is not None]
 
 
@@ -262,7 +289,9 @@ class SN(Parametrization):
     References: Miyato et al. 2018; Delattre et al. 2023.
     """
 
-    def __init__(self, geometry: Geometry, iterations: int = 8, grid: int = 16, **factory: Any) -> None:
+    def __init__(
+        self, geometry: Geometry, iterations: int = 8, grid: int = 16, **factory: Any
+    ) -> None:
         super().__init__(geometry, **factory)
         if not isinstance(iterations, int) or not 1 <= iterations <= 30:
             raise InputError(f"iterations must be a whole number from 1 to 30, got {iterations}")
@@ -279,7 +308,9 @@ class SN(Parametrization):
         """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable."""
         geometry = self.geometry
         if math.prod(geometry.shape[2:]) > 1:
-            return symbol_norm(polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid)
+            return symbol_norm(
+                polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid
+            )
         wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
         blocks = wide.reshape(geometry.groups, -1, geometry.shape[1])
         delta = rounding(geometry.shape[0], geometry.shape[1], 1, 1)
@@ -313,7 +344,12 @@ class SR(Parametrization):
     log_q: nn.Parameter | None
 
     def __init__(
-        self, geometry: Geometry, t: int = 2, learn_q: bool = True, side: Side = "smaller", **factory: Any
+        self,
+        geometry: Geometry,
+        t: int = 2,
+        learn_q: bool = True,
+        side: Side = "smaller",
+        **factory: Any,
     ) -> None:
         super().__init__(geometry, **factory)
         check_steps(t)
@@ -330,7 +366,9 @@ class SR(Parametrization):
         """`W·R`, or `R·W`."""
         K = self.geometry.grouped(raw)
         if self.geometry.dims and is_plain_call(raw) and _in_closed_form(K, 1):
-            return _Rescaled.apply(K, self.log_q, self.t, self.transposed, self.lattices)[0].reshape(raw.shape)
+            return _Rescaled.apply(K, self.log_q, self.t, self.transposed, self.lattices)[
+                0
+            ].reshape(raw.shape)
         S = rescaling_pair(_on_phases(K, self.transposed, self.lattices), self.t, self.log_q)[0]
         return _off_phases(S, self.transposed, self.lattices).reshape(raw.shape)
 

@@ -23,7 +23,13 @@ from equipoise.core.modules import hooked
 from equipoise.core.precision import inflate
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
-from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, is_plain_call, plain_geometry
+from equipoise.nn.parametrize import (
+    ComputedLayer,
+    Tensors,
+    check_padding,
+    is_plain_call,
+    plain_geometry,
+)
 from equipoise.nn.rescaling import SN, check_steps, normalised_pair, rescaling_pair
 from equipoise.norms.spectral import spectral_norm
 
@@ -62,14 +68,18 @@ def _conv2d(
     """The inner map of a convolutional block."""
     _require_equal(in_channels, out_channels)
     if stride not in (1, (1, 1)):
-        raise Refused(f"a residual block adds its input to its output, so its stride must be 1, got {stride}")
+        raise Refused(
+            f"a residual block adds its input to its output, so its stride must be 1, got {stride}"
+        )
     sizes: Any = (kernel_size, 1, padding, dilation, groups, bias, padding_mode, device, dtype)
     return nn.Conv2d(in_channels, hidden or in_channels, *sizes)
 
 
 def _require_equal(ins: int, out: int | None) -> None:
     if out is not None and ins != out:
-        raise Refused(f"a residual block adds its input to its output: as many outputs as inputs, got {ins} and {out}")
+        raise Refused(
+            f"a residual block adds its input to its output: as many outputs as inputs, got {ins} and {out}"
+        )
 
 
 class Residual(ComputedLayer):
@@ -85,7 +95,12 @@ class Residual(ComputedLayer):
     reads_bias = False
 
     def build(self, plain: Any, *, activation: nn.Module | None = None) -> None:
-        """The raw weight of the inner map, from inputs to hidden units."""
+        """The raw weight of the inner map, from inputs to hidden units.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            activation: slopes in [0, 1]; ReLU by default.
+        """
         self.activation = unit_slopes(nn.ReLU() if activation is None else activation)
         self.kernel = plain_geometry(plain)
         _require_same_size(self.kernel)
@@ -95,7 +110,9 @@ class Residual(ComputedLayer):
             self.out_channels = self.kernel.channels
         else:
             self.out_features = self.kernel.channels
-        self.raw = nn.Parameter(_nearly_orthogonal(plain.weight.detach().clone(), self.kernel.groups))
+        self.raw = nn.Parameter(
+            _nearly_orthogonal(plain.weight.detach().clone(), self.kernel.groups)
+        )
 
     def rescaled(self, K: Tensor) -> tuple[Tensor, Tensor]:
         """`(U, R)` of the raw weight `K (groups, features, hidden, …)`."""
@@ -124,12 +141,19 @@ class Residual(ComputedLayer):
             z = activation(z + offset.reshape(shape) if len(offset) else z) * scale
         else:
             z = self._linear(x, inner, offset if len(offset) else None)
-            in_place = type(activation) is nn.ReLU and self.training and not hooked(activation) and is_plain_call(z)
+            in_place = (
+                type(activation) is nn.ReLU
+                and self.training
+                and not hooked(activation)
+                and is_plain_call(z)
+            )
             z = functional.relu_(z) if in_place else activation(z)
         outer = -2 * self.kernel.grouped(inner).transpose(1, 2).flatten(0, 1)
         if self.kernel.dims:
             outer = outer.flip((2, 3))
-        return self._linear(z, outer).add_(x)  # the sign is in the weight: nothing of x's size is negated
+        return self._linear(z, outer).add_(
+            x
+        )  # the sign is in the weight: nothing of x's size is negated
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         kernel = self.kernel
@@ -142,7 +166,12 @@ class Residual(ComputedLayer):
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
     def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
-        """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input."""
+        """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
         unit_slopes(self.activation)
         size = tuple(input_shape[1:]) if self.kernel.dims else None
         s = upper_near_one(self.inner(tensors[0]), size)
@@ -153,10 +182,21 @@ class Residual(ComputedLayer):
         """The inner map with this weight, as a plain layer."""
         kernel = self.kernel
         if not kernel.dims:
-            plain: nn.Linear | nn.Conv2d = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            plain: nn.Linear | nn.Conv2d = nn.Linear(
+                weight.shape[1], weight.shape[0], bias=False, device="meta"
+            )
         else:
             pads, taps = tuple(axis.left for axis in kernel.axes), tuple(weight.shape[2:])
-            options: Any = (taps, 1, pads, kernel.dilation, kernel.groups, False, kernel.padding, "meta")
+            options: Any = (
+                taps,
+                1,
+                pads,
+                kernel.dilation,
+                kernel.groups,
+                False,
+                kernel.padding,
+                "meta",
+            )
             plain = nn.Conv2d(kernel.channels, weight.shape[0], *options)
         plain.weight = nn.Parameter(weight.detach())
         return plain
@@ -208,8 +248,22 @@ def upper_near_one(plain: nn.Module, input_size: tuple[int, ...] | None) -> floa
 class CPL(Residual):
     """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1]."""
 
-    def build(self, plain: Any, *, activation: nn.Module | None = None, iterations: int = 8, grid: int = 16) -> None:
-        """The raw weight."""
+    def build(
+        self,
+        plain: Any,
+        *,
+        activation: nn.Module | None = None,
+        iterations: int = 8,
+        grid: int = 16,
+    ) -> None:
+        """The raw weight.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            activation: slopes in [0, 1]; ReLU by default.
+            iterations: of the bound σ.
+            grid: frequencies of the bound σ, see `SN`.
+        """
         super().build(plain, activation=activation)
         self.norm = SN(self.kernel, iterations, grid)
 
@@ -235,7 +289,15 @@ class SLL(Residual):
         t: int = 2,
         learn_q: bool = True,
     ) -> None:
-        """The raw weight and log q."""
+        """The raw weight and log q.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            activation: slopes in [0, 1]; ReLU by default.
+            rescaling: "aol", or "sr" for spectral rescaling by t steps.
+            t: steps of spectral rescaling.
+            learn_q: whether q is a parameter.
+        """
         super().build(plain, activation=activation)
         if rescaling not in ("aol", "sr"):
             raise InputError(f"rescaling must be aol or sr, got {rescaling!r}")

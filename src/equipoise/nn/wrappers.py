@@ -15,8 +15,22 @@ from equipoise.core.precision import deflate, inflate
 from equipoise.nn.activations import slopes
 from equipoise.nn.parametrize import PLAIN, proved_constant, sole_parametrization
 
-_ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
-_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_ISOMETRIES = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.PixelShuffle,
+    nn.PixelUnshuffle,
+    nn.ChannelShuffle,
+)
+_RANDOM = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 _MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _MEAN = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
@@ -78,7 +92,11 @@ def overlap(pool: Any) -> float:
     dims = next(d for d, kind in enumerate(_MAX, 1) if isinstance(pool, kind))
     k, s, d = (
         (v,) * dims if isinstance(v, int) else tuple(v)
-        for v in (pool.kernel_size, pool.stride if pool.stride is not None else pool.kernel_size, pool.dilation)
+        for v in (
+            pool.kernel_size,
+            pool.stride if pool.stride is not None else pool.kernel_size,
+            pool.dilation,
+        )
     )
     windows = math.prod(-(-a * math.gcd(b, c) // b) for a, b, c in zip(k, s, d, strict=True))
     whole = math.isqrt(windows)
@@ -165,7 +183,9 @@ class ConvexResidual(nn.Module):
             raise InputError(f"alpha must lie in {inside} for a convex combination, got {alpha}")
         self.module = module
         self.fixed = None if learnable else float(alpha)
-        self.logit = nn.Parameter(torch.tensor(math.log(alpha / (1 - alpha)))) if learnable else None
+        self.logit = (
+            nn.Parameter(torch.tensor(math.log(alpha / (1 - alpha)))) if learnable else None
+        )
 
     @property
     def alpha(self) -> Tensor | float:
@@ -191,7 +211,9 @@ class ConvexResidual(nn.Module):
         """The combination."""
         y = self.module(x)
         if y.shape != x.shape:
-            raise InputError(f"a skip connection needs equal shapes, got {tuple(x.shape)} and {tuple(y.shape)}")
+            raise InputError(
+                f"a skip connection needs equal shapes, got {tuple(x.shape)} and {tuple(y.shape)}"
+            )
         return self.alpha * x + (1 - self.alpha) * y
 
     def extra_repr(self) -> str:

@@ -69,8 +69,9 @@ def single_thread(work: float) -> Iterator[None]:
 def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """`A*A` by a symmetric rank-k update: products of blocks on and below the diagonal, and their mirror images.
 
-    The rows are summed in pieces of at most p, whose sums are added, so no product goes through more than `p + m/p` roundings.
-    In float64 one piece will do; in float32 short pieces keep the error small.
+    The rows are summed in pieces of at most p, whose sums are added, so no product goes through more than `p + m/p` roundings,
+    in whatever order a piece is summed. In float64 one piece will do; in float32 short pieces keep the error small (and must
+    not be added by `addmm_`, which may start a piece from the sum so far, and round that sum with every product).
 
     Args:
         A: a matrix `(m, n)` with `m ≥ n`.
@@ -82,14 +83,19 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     if A.is_complex():
         return gram(A.to(dtype.to_complex()))
     n = A.shape[1]
-    step = n if n < 128 else -(-n // 4)  # products of blocks leave three eighths of the square out
+    step = (
+        n if n < 128 else -(-n // 8)
+    )  # eight rows of blocks leave seven sixteenths of the square out
     single = dtype is torch.float32
     G = torch.zeros(n, n, dtype=dtype)
-    for piece in A.split(PIECE if single else len(A)):
-        columns = piece.to(dtype).mT.contiguous()
+    for piece in A.to(dtype).split(PIECE if single else len(A)):
         for first in range(0, n, step):
             last = min(n, first + step)
-            G[first:last, :last] += torch.nn.functional.linear(columns[first:last], columns[:last])
+            block, left = G[first:last, :last], piece[:, first:last].mT
+            if single:
+                block += left @ piece[:, :last]
+            else:
+                block.addmm_(left, piece[:, :last])
     for first in range(step, n, step):
         G[:first, first : first + step] = G[first : first + step, :first].mT
     return G
@@ -147,7 +153,9 @@ def expected_loss(G: Tensor, tau: float) -> float:
     return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
 
-def below(G: Tensor, tau: Tensor, error: Tensor | float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+def below(
+    G: Tensor, tau: Tensor, error: Tensor | float = 0.0, dtype: torch.dtype | None = None
+) -> Tensor:
     """Mask of the batch: True where `λ_max(H) ≤ tau` is *proved* for every Hermitian H with `‖H − G‖₂ ≤ error`.
 
     Args:
@@ -184,7 +192,9 @@ def _predicted_spread(G: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
     Every eighth matrix is measured, and of a large one every eighth row: those of one batch are alike.
     """
     n = G.shape[-1]
-    worst = torch.full_like(tau, 1.01 * n)  # with a margin for diagonals that rounding made negative
+    worst = torch.full_like(
+        tau, 1.01 * n
+    )  # with a margin for diagonals that rounding made negative
     if n * cholesky_gamma(n, dtype) < NEGLIGIBLE or not len(tau):
         return worst
 
@@ -248,7 +258,9 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
         completed &= info == 0
         if last < n:
             column = M[:, last:, first:last]
-            M[:, last:, first:last] = torch.linalg.solve_triangular(corner.mH, column, upper=True, left=False)
+            M[:, last:, first:last] = torch.linalg.solve_triangular(
+                corner.mH, column, upper=True, left=False
+            )
     return M, completed
 
 
@@ -260,7 +272,9 @@ def is_below(G: Tensor, tau: float, error: float) -> bool:
         tau: the target.
         error: norm of what G may be off by.
     """
-    return 0 < tau < math.inf and bool(below(G[None], torch.tensor([tau], dtype=torch.float64), error))
+    return 0 < tau < math.inf and bool(
+        below(G[None], torch.tensor([tau], dtype=torch.float64), error)
+    )
 
 
 # --- Lanczos steps: the top of a Hermitian operator from below, as an estimate ---------------------------------------------
@@ -315,7 +329,11 @@ class Krylov:
 
 
 def krylov(
-    multiply: Operator, start: Tensor, steps: int, stop: Callable[[Krylov], bool] | None = None, every: int = 4
+    multiply: Operator,
+    start: Tensor,
+    steps: int,
+    stop: Callable[[Krylov], bool] | None = None,
+    every: int = 4,
 ) -> Krylov:
     """Orthogonalised Lanczos steps.
 
@@ -341,11 +359,17 @@ def krylov(
         w = torch.sub(w, q, alpha=diagonal[j])
         if j:
             w = torch.sub(w, Q[j - 1], alpha=off_diagonal[-1])
-        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)  # rounding brings back what the recurrence took out
+        w = torch.addmv(
+            w, basis.mT, basis.conj() @ w, alpha=-1
+        )  # rounding brings back what the recurrence took out
         off_diagonal.append(float(torch.linalg.vector_norm(w)))
         if off_diagonal[j] <= breakdown * max(map(abs, diagonal)):
             break
-        if stop is not None and (j + 1) % every == 0 and stop(Krylov(basis, diagonal, off_diagonal)):
+        if (
+            stop is not None
+            and (j + 1) % every == 0
+            and stop(Krylov(basis, diagonal, off_diagonal))
+        ):
             break
         q = w / off_diagonal[j]
     return Krylov(Q[: len(diagonal)], diagonal, off_diagonal)
@@ -363,7 +387,9 @@ def lanczos(multiply: Operator, start: Tensor, steps: int, converged: float = 0.
     return krylov(multiply, start, steps, has_converged(converged) if converged else None).top()
 
 
-def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Callable[[Krylov], bool]:
+def has_converged(
+    share: float, calls: int = 2, enough: float = math.inf
+) -> Callable[[Krylov], bool]:
     """True if the Ritz value is `enough`, or rose by no more than `share` in the last `calls` calls.
 
     Args:
@@ -384,7 +410,9 @@ def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Cal
 # --- brackets of matrices ---------------------------------------------------------------------------------------------------
 
 
-def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough: float = 0.0) -> Result:
+def cholesky_bracket(
+    W: Tensor, rtol: float, start: Tensor | None = None, enough: float = 0.0
+) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
     Real matrices with a start are tried in float32 first.
@@ -412,7 +440,9 @@ def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough
     return ldexp_down(lower, e), ldexp_up(upper, e), v
 
 
-def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, enough: float) -> Result | None:
+def _bracket(
+    A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, enough: float
+) -> Result | None:
     """The bracket from `G = syrk(A, dtype)`, which differs from the true Gram matrix by at most `error` in norm.
 
     The lower end is a Rayleigh quotient `‖Av‖/‖v‖`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
@@ -424,7 +454,11 @@ def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, e
     error, size = syrk_error(A, G)
     # float32 steers well enough, unless it could not tell the top from its neighbours
     steering = G if rtol < 1e-5 else G.to(torch.complex64 if G.is_complex() else torch.float32)
-    v = random_start(n, steering) if start is None or not bool(start.any()) else steering @ start.to(steering)
+    v = (
+        random_start(n, steering)
+        if start is None or not bool(start.any())
+        else steering @ start.to(steering)
+    )
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
@@ -434,7 +468,9 @@ def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, e
     if enough > 0 and start is not None:
         value = max(lower, float(rayleigh_lower(A, v)))
         tau = deflate(deflate(enough) ** 2)
-        aim = tau if value**2 > 0.8 * tau else value * math.sqrt(tau)  # a bound with a margin lasts for more steps
+        aim = (
+            tau if value**2 > 0.8 * tau else value * math.sqrt(tau)
+        )  # a bound with a margin lasts for more steps
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
@@ -446,7 +482,10 @@ def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, e
             best, lower = v, value
         tau = (lower * (1 + slack)) ** 2
         # what rounding costs: the error of G twice, and the loss of the proof
-        if dtype is torch.float32 and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack:
+        if (
+            dtype is torch.float32
+            and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack
+        ):
             return None
         if tau >= size or is_below(G, tau, error):
             return lower, inflate(math.sqrt(inflate(min(tau, size)))), best

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import deflate, frobenius, gamma, inflate, ldexp_down, ldexp_up, require_finite, rescaled
+from equipoise.core.precision import (
+    deflate,
+    frobenius,
+    gamma,
+    inflate,
+    ldexp_down,
+    ldexp_up,
+    require_finite,
+    rescaled,
+)
 from equipoise.maps.geometry import (
     Axis,
     Lattice,
@@ -26,7 +35,14 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution
-from equipoise.norms.cholesky import dense_bracket, has_converged, krylov, lanczos, random_start, single_thread
+from equipoise.norms.cholesky import (
+    dense_bracket,
+    has_converged,
+    krylov,
+    lanczos,
+    random_start,
+    single_thread,
+)
 from equipoise.norms.gram import rayleigh_lower, wide
 from equipoise.norms.search import Search, SymbolBound
 from equipoise.norms.symbol import Symbol, correlation_error
@@ -55,7 +71,9 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> 
     weight, e = rescaled(weight)
     with single_thread(min(conv.kernel.shape[1:3]) ** 3):
         bracket = _scaled_bracket(conv.with_weight(weight), rtol, ldexp_down(enough, -e))
-    return replace(bracket, lower=ldexp_down(float(bracket.lower), e), upper=ldexp_up(float(bracket.upper), e))
+    return replace(
+        bracket, lower=ldexp_down(float(bracket.lower), e), upper=ldexp_up(float(bracket.upper), e)
+    )
 
 
 def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
@@ -72,7 +90,11 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
         dense = _materialised(conv, rtol)
         lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
         method = f"{method}, materialised"
-    note = "" if upper <= (1 + rtol) * lower else _why(conv, upper / lower - 1 if lower > 0 else math.inf)
+    note = (
+        ""
+        if upper <= (1 + rtol) * lower
+        else _why(conv, upper / lower - 1 if lower > 0 else math.inf)
+    )
     return Bracket(min(lower, upper), upper, rtol, method, note)
 
 
@@ -85,7 +107,9 @@ def _why(conv: Convolution, gap: float) -> str:
     return f"gap {gap:.2g}: {reason}"
 
 
-def _by_symbol(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None, str]:
+def _by_symbol(
+    conv: Convolution, rtol: float, enough: float
+) -> tuple[float, float, Tensor | None, str]:
     """`(upper, lower, start, method)` from the symbol; `start` seeds a Lanczos run on the operator."""
     if conv.padding == "zeros":
         return *_zero_bound(conv, rtol, enough), "symbol"
@@ -99,17 +123,26 @@ def _by_symbol(conv: Convolution, rtol: float, enough: float) -> tuple[float, fl
             None in pairs and conv.known
         ):  # the stride does not divide the size: outputs are a selection of those of stride 1
             factor = math.prod(_repeats(axis) for axis in conv.axes)
-            conv = conv.on([replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes])
+            conv = conv.on(
+                [replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes]
+            )
             pairs = [circular_lattice(axis) for axis in conv.axes]
             exact, method = False, "stride-1 symbol on the circle"
         lattices = [pair[0] for pair in pairs if pair is not None]
         if len(lattices) == len(pairs):
-            upper, lower, start = _lattice_bound(conv, lattices, 0.9 * rtol, rtol, deflate(enough / factor))
+            upper, lower, start = _lattice_bound(
+                conv, lattices, 0.9 * rtol, rtol, deflate(enough / factor)
+            )
             return _times(upper, factor), lower if exact else 0.0, start, method
 
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
     upper, lower, _ = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
-    return _times(upper, factor), 0.0 if conv.known else lower, None, f"symbol × {conv.padding} padding"
+    return (
+        _times(upper, factor),
+        0.0 if conv.known else lower,
+        None,
+        f"symbol × {conv.padding} padding",
+    )
 
 
 def _repeats(axis: Axis) -> float:
@@ -125,7 +158,9 @@ def _times(upper: float, factor: float) -> float:
     return upper if factor == 1 else inflate(upper * factor)
 
 
-def _zero_bound(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None]:
+def _zero_bound(
+    conv: Convolution, rtol: float, enough: float
+) -> tuple[float, float, Tensor | None]:
     lattices = [zero_lattice(axis) for axis in conv.axes]
     if any(lattice is None for lattice in lattices):
         return 0.0, 0.0, None
@@ -173,7 +208,9 @@ def _search(
     points = math.prod(grid) if whole else 0
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
-    if whole and (points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)):
+    if whole and (
+        points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)
+    ):
         symbol = Symbol.of(kernel, points)
         return symbol, Search(symbol, tol, budget, enough).over_grid(grid)
     symbol = Symbol.of(kernel, 1000)
@@ -189,7 +226,9 @@ def _search(
     return symbol, replace(peak, omega=omega) if exact else peak
 
 
-def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor) -> Tensor | None:
+def _plane_wave(
+    conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor
+) -> Tensor | None:
     """`Re w(i)·e^{-iω·i}·v` on the whole input (through the adjoint, if v belongs to the outputs): where Lanczos starts."""
     if any(axis.stride > 1 and (axis.dilation > 1 or not adjoint) for axis in conv.axes):
         return None  # the wave would have to be spread over the phases
@@ -198,7 +237,9 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     wave = v
     for axis, w, n in zip(conv.axes, omega, sizes, strict=True):
         i = torch.arange(n, dtype=torch.float64)
-        wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i))
+        wave = wave[..., None] * (
+            torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i)
+        )
     channels = co if adjoint else ci
     x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype)
     x[group] = wave
@@ -207,7 +248,9 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     return conv.adjoint().apply(x) if adjoint else x
 
 
-def windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: Sequence[int]) -> float:
+def windowed_lower(
+    symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: Sequence[int]
+) -> float:
     """Rayleigh quotient of `w(i)·e^{iω·i}·v`, a plane wave under a sine window that meets no border.
 
     `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the
@@ -226,7 +269,9 @@ def windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows
     for j, n in enumerate(windows):
         n = min(n, 4096)
         window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
-        r = [float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])]
+        r = [
+            float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])
+        ]
         correlation *= correlation.new_tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]])
     v = wide(v)
     v = v / torch.linalg.vector_norm(v)
@@ -240,8 +285,12 @@ def windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows
     angle = symbol.offsets @ omega
     terms = (real * angle.cos() + imag * angle.sin()) * correlation
     terms[1:] *= 2  # each offset stands for ±b
-    slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
-    error = (8 * (slack + symbol.phase_error()) + 2 * correlation_error(symbol.kernel)) * float(symbol.size[group]) ** 2
+    slack = gamma(
+        2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64
+    )
+    error = (8 * (slack + symbol.phase_error()) + 2 * correlation_error(symbol.kernel)) * float(
+        symbol.size[group]
+    ) ** 2
     return deflate(max(0.0, float(terms.sum()) - error) ** 0.5)
 
 
@@ -259,7 +308,9 @@ def materialise(conv: Convolution) -> Tensor:
     pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
     one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
     pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
-    y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)  # (pixel, group, out, in, place)
+    y = one.apply(pixels).reshape(
+        len(pixels), groups, out // groups, ins, -1
+    )  # (pixel, group, out, in, place)
     blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
     return torch.block_diag(*blocks) if groups > 1 else blocks[0]
 
@@ -270,8 +321,18 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
     low, high, _ = dense_bracket(W, rtol)
     size = frobenius(materialise(conv.with_weight(conv.weight.abs().to(conv.weight.dtype))))
     error = float(inflate(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
-    note = "" if float(high) <= (1 + rtol) * float(low) else "the precision does not allow a smaller gap"
-    return Bracket(max(0.0, deflate(float(low) - error)), inflate(float(high) + error), rtol, "materialised", note)
+    note = (
+        ""
+        if float(high) <= (1 + rtol) * float(low)
+        else "the precision does not allow a smaller gap"
+    )
+    return Bracket(
+        max(0.0, deflate(float(low) - error)),
+        inflate(float(high) + error),
+        rtol,
+        "materialised",
+        note,
+    )
 
 
 def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough: float) -> float:
@@ -285,7 +346,9 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     steps = int(min(25, LANCZOS_FLOPS / flops, 2e8 / columns))
     if steps < 3:
         return 0.0
-    quick = conv.with_weight(conv.weight.to(torch.complex64 if conv.weight.is_complex() else torch.float32))
+    quick = conv.with_weight(
+        conv.weight.to(torch.complex64 if conv.weight.is_complex() else torch.float32)
+    )
 
     def multiply(x: Tensor) -> Tensor:
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()

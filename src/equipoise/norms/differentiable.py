@@ -123,14 +123,18 @@ def conv_norm(
         mode, padding = padding, "same"
     if padding != "same":
         if amount is not None:
-            raise InputError(f"padding={padding!r} and amount= both say how much is padded; give one of them")
+            raise InputError(
+                f"padding={padding!r} and amount= both say how much is padded; give one of them"
+            )
         if isinstance(padding, str) and padding != "valid":
             raise InputError(
                 f'padding must be a number of pixels, "same", "valid" or one of {PADDINGS}, got {padding!r}'
             )
         pixels = 0 if isinstance(padding, str) else padding
         amount = [(p, p) for p in integers(pixels, K.dim() - 2, "padding", 0)]
-    return map_norm(convolution(K, mode, stride, dilation, groups, amount, input_size), iterations, grid)
+    return map_norm(
+        convolution(K, mode, stride, dilation, groups, amount, input_size), iterations, grid
+    )
 
 
 def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
@@ -189,7 +193,9 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
     return _peak_of(K.to(dtype), sizes, iterations) * factor, delta
 
 
-def _working(shape: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, float]:
+def _working(
+    shape: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.dtype, float]:
     """The dtype that products run in, and the δ of `rounding` in it."""
     points = len(grid_frequencies(sizes, True))
     wide = dtype is torch.float64 or rounding(shape, points, torch.float32) > MOST_ROUNDING
@@ -222,7 +228,9 @@ def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> flo
     if combining_pays(kernel, frequencies):
         offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
         first = 8 * taps * c * (gamma(2 * m * taps + 8, torch.float64) + 1e-13 * sum(kernel[3:]))
-        first += 8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * math.sqrt(offsets * c)
+        first += (
+            8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * math.sqrt(offsets * c)
+        )
     else:
         first = 4 * gamma(taps + 8, dtype) * math.sqrt(taps * c) + c * gamma(2 * m + 8, dtype)
     return 1.5 * (first + c * gamma(2 * c + 8, dtype))
@@ -241,7 +249,9 @@ def _points(kernel: Tensor, grid: int, known: Sequence[int | None]) -> tuple[lis
 
 def _peak_of(kernel: Tensor, sizes: list[int], iterations: int) -> Tensor:
     """`max s_t` over the grid and the groups in float64, with its explicit gradient."""
-    return attach(kernel, *_symbol_norm(kernel.detach(), sizes, iterations, _differentiated(kernel)))
+    return attach(
+        kernel, *_symbol_norm(kernel.detach(), sizes, iterations, _differentiated(kernel))
+    )
 
 
 def _differentiated(W: Tensor) -> bool:
@@ -284,7 +294,10 @@ def explicit_gradient(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     exponent = (m - 1) * (first - log_s) + shift
     direction = A if power is None else A @ power
     gradient = (
-        direction * torch.where(zero, torch.zeros_like(norm), torch.exp2(exponent)).to(A.real.dtype)[..., None, None]
+        direction
+        * torch.where(zero, torch.zeros_like(norm), torch.exp2(exponent)).to(A.real.dtype)[
+            ..., None, None
+        ]
     )
     return s.to(A.real.dtype), adjoint(gradient) if W.shape[-2] < W.shape[-1] else gradient
 
@@ -301,11 +314,15 @@ def _gram_norm(W: Tensor, iterations: int, want_gradient: bool) -> tuple[Tensor,
 @_gram_norm.register_fake
 def _(W: Tensor, iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
     s = W.new_empty(W.shape[:-2], dtype=W.dtype.to_real())
-    return s, torch.empty_like(W, memory_format=torch.contiguous_format) if want_gradient else W.new_empty(0)
+    return s, torch.empty_like(
+        W, memory_format=torch.contiguous_format
+    ) if want_gradient else W.new_empty(0)
 
 
 @torch.library.custom_op("equipoise::symbol_norm", mutates_args=())
-def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
+def _symbol_norm(
+    kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool
+) -> tuple[Tensor, Tensor]:
     """`max s_t(E(2πj/n))` over the grid and all groups in float64, and its gradient with respect to the kernel.
 
     The kernel is brought near 1 by a power of two, so that no square overflows or vanishes; the gradient does not change.
@@ -330,8 +347,14 @@ def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradien
 
 
 @_symbol_norm.register_fake
-def _(kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
-    gradient = torch.empty_like(kernel, memory_format=torch.contiguous_format) if want_gradient else kernel.new_empty(0)
+def _(
+    kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    gradient = (
+        torch.empty_like(kernel, memory_format=torch.contiguous_format)
+        if want_gradient
+        else kernel.new_empty(0)
+    )
     return kernel.new_empty((), dtype=torch.float64), gradient
 
 
@@ -365,7 +388,9 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
     best, where = -math.inf, 0
     for first in range(0, len(omega), per):
         part = omega[first : first + per].repeat_interleave(groups, 0)
-        G = symbol.gram(torch.arange(len(part), device=part.device) % groups, part, kernel.real.dtype)
+        G = symbol.gram(
+            torch.arange(len(part), device=part.device) % groups, part, kernel.real.dtype
+        )
         if iterations:
             log_s = entries_norm(G).double().log2() / 2
         else:
@@ -383,12 +408,16 @@ def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
     left = (log_s > best).nonzero()[:, 0]
     if not len(left) or best == -math.inf or left.device.type != "cpu":  # proofs run on the CPU
         return left
-    narrow = G.dtype is torch.complex64 and verification_loss(G.shape[-1], torch.complex64) <= MOST_LOSS
+    narrow = (
+        G.dtype is torch.complex64 and verification_loss(G.shape[-1], torch.complex64) <= MOST_LOSS
+    )
     tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64)
     return left[~below(G[left], tau, dtype=torch.complex64 if narrow else torch.complex128)]
 
 
-def _square(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int) -> tuple[float, int]:
+def _square(
+    G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int
+) -> tuple[float, int]:
     """`log2 s_t` of some rows as long as it exceeds `best`; the largest and its row, or `best` and `where`."""
     G, log_s = G[rows], log_s[rows]
     log2, norm = torch.zeros_like(log_s), 2 * log_s
@@ -418,10 +447,26 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        """The value.
+
+        Args:
+            W: the argument.
+            value: of the function there.
+            gradient: its gradient.
+        """
+
         return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the gradient.
+
+        Args:
+            ctx: autograd's context.
+            inputs: those of `forward`.
+            output: that of `forward`.
+        """
+
         ctx.save_for_backward(inputs[0], inputs[2])
 
     @staticmethod

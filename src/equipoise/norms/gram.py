@@ -116,11 +116,15 @@ def iterated_norm(W: Tensor, iterations: int, readout: Readout = "fro") -> Tenso
         value = torch.linalg.matrix_norm(A).double()
     else:
         columns, rows = (A.abs().sum(d).amax(-1).double() for d in (-2, -1))
-        value = (rows * columns).sqrt() if iterations == 0 else columns if readout == "one" else rows
+        value = (
+            (rows * columns).sqrt() if iterations == 0 else columns if readout == "one" else rows
+        )
     return (value.pow(2.0**-iterations) * torch.exp2(log2 * 2.0**-iterations)).to(W.real.dtype)
 
 
-def gram_bracket(W: Tensor, rtol: float = 1e-3, max_iterations: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+def gram_bracket(
+    W: Tensor, rtol: float = 1e-3, max_iterations: int = 24
+) -> tuple[Tensor, Tensor, Tensor]:
     """Batched `(lower, upper, v)` in float64, with `lower ≤ σ₁ ≤ upper` proved in floating point; v spans the top.
 
     If `A = W_t/α_t` with α_t a power of two, the computed Gram matrix is `A*A + E`, `‖E‖_F ≤ γ‖A‖_F²`, hence
@@ -141,7 +145,9 @@ def gram_bracket(W: Tensor, rtol: float = 1e-3, max_iterations: int = 24) -> tup
     shape = tall.shape[:-2]
     A, e = scaled(tall.reshape(-1, *tall.shape[-2:]))
     start, e0 = A, e
-    history: list[tuple[Tensor, Tensor]] = []  # (exponent of α_t, γ‖A_t‖_F² + underflow) per iterate
+    history: list[
+        tuple[Tensor, Tensor]
+    ] = []  # (exponent of α_t, γ‖A_t‖_F² + underflow) per iterate
     upper = torch.full(A.shape[:1], math.inf, dtype=torch.float64, device=A.device)
     lower = torch.zeros_like(upper)
     v = torch.zeros_like(start[..., 0, :])
@@ -176,7 +182,9 @@ def rayleigh_lower(W: Tensor, v: Tensor) -> Tensor:
     v64 = v64 / v64.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     y = W64 @ v64[..., None]
     norm_v = frobenius(v64[..., None])
-    value = frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
+    value = (
+        frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
+    )
     error = inflate(gamma(2 * W.shape[-1] + 4, torch.float64) * frobenius(W64))
     return (value - error).clamp_min(0) * (norm_v > 0)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
 from equipoise.core.precision import gamma, inflate, require_finite
+from equipoise.maps.geometry import padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.reading import read
 
@@ -68,9 +69,13 @@ def map_norm(form: Linear, order: Order) -> Bracket:
         return _largest(sums, form.matrix.numel())
     if isinstance(form, Convolution):
         if form.error:
-            raise InputError("the rounding of a composed convolution is bounded in ℓ2, not in ℓ1 or ℓ∞")
+            raise InputError(
+                "the rounding of a composed convolution is bounded in ℓ2, not in ℓ1 or ℓ∞"
+            )
         return _convolution(form, order)
-    ones = torch.ones(1, *form.size, dtype=torch.float64)  # a padding: rows hold one pixel, columns its copies
+    ones = torch.ones(
+        1, *form.size, dtype=torch.float64
+    )  # a padding: rows hold one pixel, columns its copies
     if order == "linf":
         return Bracket(1.0, 1.0, method="exact")
     copies = float(form.collect(form.apply(ones)).max())
@@ -80,7 +85,11 @@ def map_norm(form: Linear, order: Order) -> Bracket:
 def _largest(sums: Tensor, terms: int, exact: bool = True) -> Bracket:
     top = float(sums.max())
     slack = gamma(terms + 8, torch.float64)
-    return Bracket(top * (1 - slack) if exact else 0.0, inflate(top * (1 + slack)), method="sums of absolute values")
+    return Bracket(
+        top * (1 - slack) if exact else 0.0,
+        inflate(top * (1 + slack)),
+        method="sums of absolute values",
+    )
 
 
 def _convolution(conv: Convolution, order: Order) -> Bracket:
@@ -92,7 +101,7 @@ def _convolution(conv: Convolution, order: Order) -> Bracket:
         flat = K.flatten(3).sum(-1)  # (groups, out, in)
         if order == "linf":
             return _largest(flat.sum(2), K.numel())
-        repeats = 1.0 if conv.padding == "zeros" else math.prod(1 + axis.left + axis.right for axis in conv.axes)
+        repeats = math.prod(round(padding_norm(axis, conv.padding) ** 2) for axis in conv.axes)
         reached = repeats == 1 and all(axis.stride == 1 for axis in conv.axes)
         return _largest(flat.sum(1) * repeats, K.numel(), reached)
     exact = conv.padding == "zeros"
@@ -100,4 +109,6 @@ def _convolution(conv: Convolution, order: Order) -> Bracket:
         sums = positive.apply(torch.ones(1, *conv.input_shape, dtype=torch.float64))
         return _largest(sums, K[0, 0].numel() * 4, exact)
     sums = positive.adjoint().apply(torch.ones(1, *conv.output_shape, dtype=torch.float64))
-    return _largest(sums, K[0].numel() * 4 * math.prod(1 + a.left + a.right for a in conv.axes), exact)
+    return _largest(
+        sums, K[0].numel() * 4 * math.prod(1 + a.left + a.right for a in conv.axes), exact
+    )

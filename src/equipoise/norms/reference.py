@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import frobenius, full_precision, gamma, inflate, ldexp_up, require_finite, rescaled
+from equipoise.core.precision import (
+    frobenius,
+    full_precision,
+    gamma,
+    inflate,
+    ldexp_up,
+    require_finite,
+    rescaled,
+)
 
 
 def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
@@ -35,7 +43,9 @@ def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     require_type(input_shape, (tuple, list), "input_shape")
     size = math.prod(input_shape)
     if size > 20_000:
-        raise InputError(f"the reference materialises the operator; {size} inputs are too many (at most 20000)")
+        raise InputError(
+            f"the reference materialises the operator; {size} inputs are too many (at most 20000)"
+        )
     module = copy.deepcopy(module).eval()
     is_complex = any(p.is_complex() for p in module.parameters())
     dtype = torch.complex128 if is_complex else torch.float64
@@ -91,19 +101,29 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
     """
     require_type(K, Tensor, "K")
     if K.dim() != 4:
-        raise InputError(f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}")
+        raise InputError(
+            f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}"
+        )
     if readout not in ("inf", "fro"):
         raise InputError(f"readout must be inf or fro, got {readout!r}")
     if not isinstance(iterations, int) or iterations < 0:
         raise InputError(f"iterations must be a whole number ≥ 0, got {iterations}")
     if K.is_complex():
-        raise InputError("norm2_toep takes a real kernel; spectral_norm and conv_norm take complex ones")
+        raise InputError(
+            "norm2_toep takes a real kernel; spectral_norm and conv_norm take complex ones"
+        )
     with torch.no_grad(), full_precision():
         A = require_finite(K.detach()).double().cpu()
         if A.shape[0] < A.shape[1]:
             A = A.transpose(0, 1).flip(2, 3)  # the adjoint: fewer channels to iterate on
         c = A.shape[1]
-        needed = 8.0 * c * math.prod((2**t * (k - 1) + 1) for k in A.shape[2:] for t in (iterations - 1, iterations))
+        needed = (
+            8.0
+            * c
+            * math.prod(
+                (2**t * (k - 1) + 1) for k in A.shape[2:] for t in (iterations - 1, iterations)
+            )
+        )
         if iterations > MOST_ITERATIONS or needed > MOST_BYTES:
             raise Refused(
                 f"{iterations} iterations on {c} channels need {needed:.1e} bytes at once (the kernel grows like 4^t); "

@@ -88,7 +88,9 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
     omega = index * (2 * math.pi / grid.double())
     groups = symbol.kernel.shape[0]
-    return Cells(torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims)
+    return Cells(
+        torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims
+    )
 
 
 class Search:
@@ -131,9 +133,13 @@ class Search:
         """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
         step = [2 * math.pi / n for n in sizes]
         nearest = [
-            [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
+            [math.floor(float(w) / h), math.ceil(float(w) / h)]
+            for w, h in zip(self.where[1], step, strict=True)
         ]
-        points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
+        points = [
+            [j * h for j, h in zip(index, step, strict=True)]
+            for index in itertools.product(*nearest)
+        ]
         omega = torch.tensor(points, dtype=torch.float64)
         groups = torch.full((len(points),), self.where[0])
         best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
@@ -155,19 +161,29 @@ class Search:
             if not len(left) or not any(left.half):
                 return self._finish(left)
             # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
-            children = _split(left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2)
+            children = _split(
+                left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2
+            )
             if self.evaluated + len(children) > self.budget:
                 return self._finish(left, proved=False)
             cells = children
 
     def _choose_dtype(self) -> None:
         """Float32 where its rounding costs less than a third of the tolerance, else float64."""
-        if 0 < self.best < self.target:  # halfway to what is enough: a bound with room lasts for more steps
-            self.target = max(self.best * (1 + self.tol) ** 2, math.sqrt(self.best) * math.sqrt(self.target))
+        if (
+            0 < self.best < self.target
+        ):  # halfway to what is enough: a bound with room lasts for more steps
+            self.target = max(
+                self.best * (1 + self.tol) ** 2, math.sqrt(self.best) * math.sqrt(self.target)
+            )
         best = max(self.best, 1e-300)
         error = float(self.symbol.gram_error(torch.float32).max()) / best
         if error >= self.tol * 2 / 3:
-            self.dtype, self.best, self.target = torch.float64, 0.0, deflate(self.enough * self.enough)
+            self.dtype, self.best, self.target = (
+                torch.float64,
+                0.0,
+                deflate(self.enough * self.enough),
+            )
             self._probe(self._here(()))  # what float32 saw may be nothing but rounding
             self._in_double()
             return
@@ -215,7 +231,9 @@ class Search:
         if self.symbol.correlations is not None:
             return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        return torch.cat([self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks])
+        return torch.cat(
+            [self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks]
+        )
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
@@ -232,14 +250,23 @@ class Search:
         """Raise the best value by the values at the given centres."""
         value, v = self._values(cells)
         i = int(value.argmax())
-        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i], v[i])
+        self._raise(
+            float(value[i]) * (1 - min(1e-6, self.tol / 8)),
+            int(cells.groups[i]),
+            cells.omega[i],
+            v[i],
+        )
 
     def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
         G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
             return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
-        value, v = _powers(G, 8) if self.vector is None else _powers(G, 4, perturb(self.vector.to(G.dtype)))
+        value, v = (
+            _powers(G, 8)
+            if self.vector is None
+            else _powers(G, 4, perturb(self.vector.to(G.dtype)))
+        )
         for i in value.topk(min(2, len(value))).indices:
             v[i] = lanczos(G[i].matmul, v[i], steps=20, converged=self.tol / 64)
             value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
@@ -278,7 +305,9 @@ class Search:
                     self.target *= 1 + min(self.tol * 2.0**stubborn, max(32 * self.tol, 0.05))
             if not proved:  # out of budget: widen the target to what the centres allow
                 turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
-                self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
+                self.target = max(
+                    self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2
+                )
             before = self.target
             cells = self._prove(cells, self._threshold(cells))
             stubborn = 0 if self.target > before else stubborn + 1

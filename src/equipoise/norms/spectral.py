@@ -87,7 +87,9 @@ def spectral_norm(
 def _computable(weight: Tensor) -> Tensor:
     """Weights that can be computed with: floating point, at least float32, finite, on the CPU, where proofs run."""
     if weight.layout is not torch.strided:
-        raise InputError(f"expected a dense tensor, got the layout {weight.layout}; call .to_dense() first")
+        raise InputError(
+            f"expected a dense tensor, got the layout {weight.layout}; call .to_dense() first"
+        )
     if weight.is_nested:
         raise InputError("expected one tensor, got a nested one; bound its parts")
     if weight.is_meta:
@@ -95,7 +97,9 @@ def _computable(weight: Tensor) -> Tensor:
     return require_finite(weight.to("cpu", working_dtype(weight.dtype)))
 
 
-def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype | None, vectors: bool) -> Bracket:
+def _matrix_bracket(
+    W: Tensor, rtol: float, method: Method, dtype: torch.dtype | None, vectors: bool
+) -> Bracket:
     if W.dim() < 2:
         raise InputError(f"expected matrices of shape (..., m, n), got shape {tuple(W.shape)}")
     if method == "cholesky" and W.dim() > 2:
@@ -121,8 +125,12 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         working_dtype(W.dtype, dtype)
         low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)
         used = "auto"
-    low = low.clamp_max(torch.finfo(torch.float64).max)  # a norm beyond all floats is still a number
-    low = torch.where(low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low)  # rounded among the smallest
+    low = low.clamp_max(
+        torch.finfo(torch.float64).max
+    )  # a norm beyond all floats is still a number
+    low = torch.where(
+        low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low
+    )  # rounded among the smallest
     pair = complete_pair(W, v)[1:] if vectors else None
     if W.dim() == 2:
         return Bracket(float(low), float(high), rtol, used, "", pair)
@@ -158,11 +166,18 @@ def bracket(form: Linear, cache: Cache) -> Bracket:
     """
     if isinstance(form, Diagonal):
         top = float(form.factor.abs().max()) if form.factor.numel() else 0.0
-        return Bracket(max(0.0, top - form.error), inflate(top + form.error) if form.error else top, method="exact")
+        return Bracket(
+            max(0.0, top - form.error),
+            inflate(top + form.error) if form.error else top,
+            method="exact",
+        )
     if isinstance(form, Adjoint):
         return bracket(form.conv, cache)
     if isinstance(form, Padding):
-        axes = [Axis(1, left=a, right=b, size=n) for (a, b), n in zip(form.amount, form.size, strict=True)]
+        axes = [
+            Axis(1, left=a, right=b, size=n)
+            for (a, b), n in zip(form.amount, form.size, strict=True)
+        ]
         top = math.prod(padding_norm(axis, form.padding) for axis in axes)
         return Bracket(deflate(top), top if top == 1 else inflate(top), method="exact")
 
@@ -172,11 +187,18 @@ def bracket(form: Linear, cache: Cache) -> Bracket:
     if key not in cache.brackets:
         with torch.no_grad(), full_precision():
             result = (
-                spectral_norm(weight, rtol=cache.rtol) if isinstance(form, Matrix) else conv_bracket(form, cache.rtol)
+                spectral_norm(weight, rtol=cache.rtol)
+                if isinstance(form, Matrix)
+                else conv_bracket(form, cache.rtol)
             )
-        cache.brackets[key] = (weight, result)  # keeping the weight keeps its address from being reused
+        cache.brackets[key] = (
+            weight,
+            result,
+        )  # keeping the weight keeps its address from being reused
     result = cache.brackets[key][1]
     if form.error:
         lower, upper = float(result.lower), float(result.upper)
-        result = replace(result, lower=max(0.0, lower - form.error), upper=inflate(upper + form.error))
+        result = replace(
+            result, lower=max(0.0, lower - form.error), upper=inflate(upper + form.error)
+        )
     return _noted(result)

@@ -100,7 +100,9 @@ def symbol_energy(kernel: Tensor) -> Tensor:
     strides = [math.prod(2 * n - 1 for n in sizes[j + 1 :]) for j in range(len(sizes))]
     places = (tap_positions(sizes).long() * torch.tensor(strides)).sum(1)
     offsets = (places[:, None] - places + places.max()).flatten().to(kernel.device)
-    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
+    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(
+        1, offsets, products.flatten(1)
+    )
 
     # every product of taps is off by γ times the product of their lengths
     lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
@@ -118,7 +120,9 @@ class Symbol:
 
     kernel: Tensor
     offsets: Tensor  # (B, dims) half lattice of autocorrelation offsets, the first is 0
-    correlations: Tensor | None  # (g, B, c, c); None: Gram products are formed at every frequency instead
+    correlations: (
+        Tensor | None
+    )  # (g, B, c, c); None: Gram products are formed at every frequency instead
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
     _split: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
@@ -136,8 +140,12 @@ class Symbol:
         if swapped:  # same norm at every frequency
             kernel = adjoint(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
             kernel = kernel.flip(tuple(range(3, kernel.dim())))
-        offsets = torch.tensor(half_lattice(tuple(kernel.shape[3:])), dtype=torch.float64, device=kernel.device)
-        correlations = autocorrelation(kernel) if combining_pays(kernel.shape, frequencies) else None
+        offsets = torch.tensor(
+            half_lattice(tuple(kernel.shape[3:])), dtype=torch.float64, device=kernel.device
+        )
+        correlations = (
+            autocorrelation(kernel) if combining_pays(kernel.shape, frequencies) else None
+        )
         return cls(kernel, offsets, correlations, swapped)
 
     @property
@@ -153,7 +161,10 @@ class Symbol:
     @cached_property
     def size(self) -> Tensor:
         """`‖Σ_a|K_a|‖_F` per group: bounds ‖E(ω)‖_F for every ω, and scales every rounding error."""
-        return inflate(frobenius(self.kernel.abs().flatten(3).sum(-1)) * (1 + gamma(self.taps + 4, torch.float64)))
+        return inflate(
+            frobenius(self.kernel.abs().flatten(3).sum(-1))
+            * (1 + gamma(self.taps + 4, torch.float64))
+        )
 
     def phase_error(self) -> float:
         """Bound on the error of a computed `e^{-ib·ω}` in float64, `|ω_j| ≤ 2π`, argument and function together."""
@@ -184,10 +195,14 @@ class Symbol:
         angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         taps = self.kernel.flatten(3).movedim(3, 1).flatten(2)  # (g, taps, m·c)
-        re, im = (_combine(wave, taps.real.to(dtype), groups).reshape(-1, m, c) for wave in (cos, -sin))
+        re, im = (
+            _combine(wave, taps.real.to(dtype), groups).reshape(-1, m, c) for wave in (cos, -sin)
+        )
         if not taps.is_complex():
             return re, im
-        from_im, from_re = (_combine(wave, taps.imag.to(dtype), groups).reshape(-1, m, c) for wave in (cos, sin))
+        from_im, from_re = (
+            _combine(wave, taps.imag.to(dtype), groups).reshape(-1, m, c) for wave in (cos, sin)
+        )
         return re + from_re, im + from_im
 
     @property
@@ -211,7 +226,10 @@ class Symbol:
             return torch.complex(torch.baddbmm(re.mT @ re, im.mT, im), cross - cross.mT)
         c = self.kernel.shape[2]
         weights = [w.to(dtype) for w in self._weights(omega)]
-        X, Y = (_combine(w, part, groups) for w, part in zip(weights, self._coefficients(dtype), strict=True))
+        X, Y = (
+            _combine(w, part, groups)
+            for w, part in zip(weights, self._coefficients(dtype), strict=True)
+        )
         return torch.complex(X, Y).reshape(-1, c, c)
 
     def gram_sizes(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,9 +260,17 @@ class Symbol:
         lost = 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * self.taps
         if self.correlations is None:
             energy = self.energy + self.at_error(dtype)  # of what is formed
-            return inflate(2 * gamma(2 * m + 8, dtype) * energy.square() + 3 * self.at_error(dtype) * energy) + lost
+            return (
+                inflate(
+                    2 * gamma(2 * m + 8, dtype) * energy.square()
+                    + 3 * self.at_error(dtype) * energy
+                )
+                + lost
+            )
         formed = correlation_error(self.kernel) * self.size.square()
-        rounding = gamma(2 * len(self.offsets) + 8, dtype) + 4 * unit_roundoff(dtype) + self.phase_error()
+        rounding = (
+            gamma(2 * len(self.offsets) + 8, dtype) + 4 * unit_roundoff(dtype) + self.phase_error()
+        )
         return inflate(formed + 4 * rounding * self._correlation_size) + lost
 
     @cached_property
@@ -297,7 +323,9 @@ class Symbol:
         """
         if dtype not in self._inner:
             c = self.kernel.shape[2]
-            rows = (part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype))  # (g, c, B, c)
+            rows = (
+                part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype)
+            )  # (g, c, B, c)
             self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
         return self._inner[dtype]
 

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from equipoise.core.precision import (
     deflate,
     frobenius,
     full_precision,
+    gamma,
     inflate,
     require_finite,
     unit_roundoff,
@@ -51,6 +53,11 @@ class Proof:
     settings: tuple[float, ...] = ()
     v: Tensor | None = None
 
+    @cached_property
+    def size(self) -> float:
+        """`‖S‖_F`, rounded up."""
+        return _size(self.S)
+
 
 class TrackedNorm:
     """What a matrix and a convolution have in common: the ladder of two bounds, and storing the proof."""
@@ -59,10 +66,16 @@ class TrackedNorm:
         self.proof: Proof | None = None
         self.kappa = 1.0
         self.used: Counter[str] = Counter()
+        #: of the last weight: both ends, and a bound of its Frobenius norm
+        self.last = (0.0, math.inf, math.inf)
 
-    @torch.no_grad()
     def bracket(
-        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+        self,
+        W: Tensor,
+        enough: float = 0.0,
+        rtol: float = 1e-3,
+        what: str = "weight",
+        renew: bool = True,
     ) -> tuple[float, float]:
         """`(lower, upper)` of the norm, with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
 
@@ -73,24 +86,46 @@ class TrackedNorm:
             what: how to call the weight in an error.
             renew: False allows only the carried proof, where there is one: cheap, true, and looser.
         """
-        with full_precision():
-            A = self._prepared(W, what)
-            if self.proof is not None and self._comparable(A):
-                lower, upper = self._carried(A, self.proof)
-                self.used["weyl"] += 1
-                if not math.isfinite(upper):
-                    require_finite(A, what)
-                if not renew or upper <= enough or upper <= (1 + rtol) * lower:
-                    return min(lower, upper), upper
-            require_finite(A, what)
-            self.used["direct"] += 1
-            lower, upper = self._direct(A, enough, rtol)
-            self.kappa = 1.0
-            return min(lower, upper), upper
+        with torch.no_grad(), full_precision():
+            lower, upper, size = self._ladder(self._prepared(W, what), enough, rtol, what, renew)
+        self.last = (min(lower, upper), upper, size)
+        return self.last[:2]
 
-    def scaled(self, factor: float) -> None:
-        """The weight was multiplied by `factor` (up to rounding, which the next bracket measures)."""
+    def _ladder(
+        self, A: Tensor, enough: float, rtol: float, what: str, renew: bool
+    ) -> tuple[float, float, float]:
+        if self.proof is not None and self._comparable(A):
+            lower, upper, size = self._carried(A, self.proof)
+            self.used["weyl"] += 1
+            if not math.isfinite(upper):
+                require_finite(A, what)
+            if upper > enough:
+                # where the weight really grew by what the difference allows, no new proof would say more
+                lower = max(lower, self._lower(A, self.proof, size))
+            if not renew or upper <= enough or upper <= (1 + rtol) * lower:
+                return lower, upper, size
+        require_finite(A, what)
+        self.used["direct"] += 1
+        lower, upper = self._direct(A, enough, rtol)
+        self.kappa = 1.0
+        return lower, upper, _size(A)
+
+    def scale(self, W: Tensor, factor: float) -> tuple[float, float]:
+        """`W ← factor·W` in place, and both ends of its norm: every entry is rounded once.
+
+        Args:
+            W: the weight of the last bracket.
+            factor: a number of single precision.
+        """
+        W.mul_(factor)
         self.kappa *= factor
+        lower, upper, size = (inflate(factor * x) for x in self.last)
+        u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
+        rounding = inflate(u * size + math.sqrt(W.numel()) * tiny)
+        lost = self._spread(rounding)
+        lower = max(0.0, deflate(deflate(deflate(lower) - lost)))
+        self.last = (lower, inflate(upper + lost), inflate(size + rounding))
+        return self.last[:2]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What exact resuming needs, as tensors."""
@@ -109,10 +144,14 @@ class TrackedNorm:
             return
         S = require_finite(state["S"], "stored weight").clone()
         v = state.get("v")
-        kappa, lower, upper, *settings = state["numbers"].tolist() if len(state["numbers"]) >= 3 else (math.nan,) * 3
+        kappa, lower, upper, *settings = (
+            state["numbers"].tolist() if len(state["numbers"]) >= 3 else (math.nan,) * 3
+        )
         if not all(0 <= x < math.inf for x in (kappa, lower, upper, *settings)):
             return
-        claim = Proof(S, lower, upper, tuple(settings), None if v is None else require_finite(v).clone())
+        claim = Proof(
+            S, lower, upper, tuple(settings), None if v is None else require_finite(v).clone()
+        )
         with full_precision():
             if self._holds(claim):
                 self.proof, self.kappa = claim, kappa
@@ -121,24 +160,36 @@ class TrackedNorm:
         S = None if self.proof is None else self.proof.S
         return S is not None and S.shape == A.shape and S.dtype == A.dtype and S.device == A.device
 
-    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float]:
-        """What the last proof says of A, by Weyl's inequality."""
+    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float, float]:
+        """What the last proof says of A, by Weyl's inequality, and a bound of `‖A‖_F`.
+
+        Every entry of `A − κS` is rounded twice: by u times that of κS, and by u times that of the result.
+        """
         kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
         difference = torch.sub(A, proof.S, alpha=kappa)
-        distance = inflate(self._distance(difference) + self._lost(A, proof, kappa))
+        d = _size(difference)
+        s = inflate(kappa * proof.size)
+        u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
+        rounding = inflate(2 * u * (s + d) + 4 * math.sqrt(A.numel()) * tiny)
+        distance = inflate(self._distance(difference, d) + self._spread(rounding))
         lower = max(0.0, deflate(kappa * proof.lower) - distance)
-        return lower, inflate(inflate(kappa * proof.upper) + distance)
+        upper = inflate(inflate(kappa * proof.upper) + distance)
+        return lower, upper, inflate(s + d + rounding)
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         raise NotImplementedError
 
-    def _distance(self, difference: Tensor) -> float:
-        """An upper bound of the norm of a difference of weights."""
-        raise NotImplementedError
+    def _distance(self, difference: Tensor, size: float) -> float:
+        """An upper bound of the norm of a difference of weights, whose Frobenius norm is at most `size`."""
+        return self._spread(size)
 
-    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
-        """Norm of what rounding may have changed in the difference `A − κS`."""
-        raise NotImplementedError
+    def _spread(self, size: float) -> float:
+        """The largest norm of the map of a weight whose Frobenius norm is at most `size`."""
+        return size
+
+    def _lower(self, A: Tensor, proof: Proof, size: float) -> float:
+        """A cheap lower bound of the norm of A from what the last proof knows of its top."""
+        return 0.0
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         """A new proof at A."""
@@ -149,11 +200,11 @@ class TrackedNorm:
         raise NotImplementedError
 
 
-def _difference_rounding(A: Tensor, S: Tensor, kappa: float) -> float:
-    """`‖fl(A − κS) − (A − κS)‖_F`: two roundings of each entry, and underflow."""
-    u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
-    a, s = (float(frobenius(x.reshape(len(x), -1))) for x in (A, S))
-    return inflate(2 * u * (a + 2 * kappa * s) + 4 * math.sqrt(A.numel()) * tiny)
+def _size(A: Tensor) -> float:
+    """`‖A‖_F`, rounded up. Summed along memory, which is several times faster."""
+    if A.dim() == 2:
+        return float(frobenius(A.mT if A.mT.is_contiguous() else A))
+    return float(frobenius(A.reshape(len(A), -1)))
 
 
 class TrackedMatrix(TrackedNorm):
@@ -170,19 +221,31 @@ class TrackedMatrix(TrackedNorm):
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         if W.dim() != 2 or W.is_complex():
-            raise InputError(f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}")
+            raise InputError(
+                f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}"
+            )
         A = W.detach().to(working_dtype(W.dtype))
         return small_side(A) if A.numel() else require_finite(A, what)
 
-    def _distance(self, difference: Tensor) -> float:
-        return float(frobenius(_by_rows(difference)))
-
-    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
-        return _difference_rounding(_by_rows(A), _by_rows(proof.S), kappa)
+    def _lower(self, A: Tensor, proof: Proof, size: float) -> float:
+        """`‖Av‖/‖v‖` after a power step, less `γ‖A‖_F` for the rounding of the product."""
+        assert proof.v is not None
+        v = A.mT @ (A @ proof.v.to(A))
+        length = _size(v[None])
+        if not 0 < length < math.inf:
+            return 0.0
+        v = v / length
+        g = gamma(sum(A.shape) + 8, A.dtype)
+        value = float(torch.linalg.vector_norm(A @ v)) * (1 - 2 * g)
+        lost = math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)  # squares that underflow
+        value = deflate(value / _size(v[None]) - inflate(g * size + lost))
+        return value if 0 < value < math.inf else 0.0
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         start = self.proof.v if self.proof is not None and self._comparable(A) else None
-        lower, upper, v = cholesky_bracket(A, rtol / 2, start=None if start is None else perturb(start), enough=enough)
+        lower, upper, v = cholesky_bracket(
+            A, rtol / 2, start=None if start is None else perturb(start), enough=enough
+        )
         # a margin to prove both ends again when the state is loaded
         self.proof = Proof(A.clone(), deflate(lower * (1 - 1e-6)), inflate(upper * (1 + 1e-9)), v=v)
         return lower, upper
@@ -190,14 +253,11 @@ class TrackedMatrix(TrackedNorm):
     def _holds(self, claim: Proof) -> bool:
         S, v = claim.S, claim.v
         if S.dim() != 2 or v is None or v.shape != S.shape[1:] or S.shape[0] < S.shape[1]:
-            raise InputError(f"a stored weight of shape {tuple(S.shape)} and its vector do not belong together")
+            raise InputError(
+                f"a stored weight of shape {tuple(S.shape)} and its vector do not belong together"
+            )
         lower, upper, _ = cholesky_bracket(S.double(), 1e-3, start=v, enough=claim.upper)
         return lower >= claim.lower and upper <= claim.upper
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """The matrix or its transpose, whichever lies row by row in memory: sums over it are several times faster."""
-    return x.mT if x.mT.is_contiguous() else x
 
 
 class TrackedConvolution(TrackedNorm):
@@ -220,12 +280,14 @@ class TrackedConvolution(TrackedNorm):
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         return W.detach().to(working_dtype(W.dtype))
 
-    def _distance(self, difference: Tensor) -> float:
-        return inflate(self.factor * float(symbol_energy(self.conv.geometry.grouped(difference)).max()))
+    def _distance(self, difference: Tensor, size: float) -> float:
+        return inflate(
+            self.factor * float(symbol_energy(self.conv.geometry.grouped(difference)).max())
+        )
 
-    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
-        taps = math.sqrt(math.prod(A.shape[2:]))  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
-        return inflate(self.factor * taps * _difference_rounding(A, proof.S, kappa))
+    def _spread(self, size: float) -> float:
+        taps = math.prod(self.conv.weight.shape[2:])
+        return inflate(self.factor * math.sqrt(taps) * size)  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         result = conv_bracket(self.conv.with_weight(A), rtol, enough)
@@ -259,7 +321,13 @@ def _weight_of(form: Linear) -> Tensor:
         return _weight_of(form.conv)
     if isinstance(form, Padding):
         return torch.zeros(())
-    return form.matrix if isinstance(form, Matrix) else form.factor if isinstance(form, Diagonal) else form.weight
+    return (
+        form.matrix
+        if isinstance(form, Matrix)
+        else form.factor
+        if isinstance(form, Diagonal)
+        else form.weight
+    )
 
 
 class SingularVectors:
@@ -275,10 +343,14 @@ class SingularVectors:
         seed: of the first vectors.
     """
 
-    def __init__(self, form: Callable[[], Linear], shape: tuple[int, ...], vectors: int = 2, seed: int = 0) -> None:
+    def __init__(
+        self, form: Callable[[], Linear], shape: tuple[int, ...], vectors: int = 2, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.form, self.shape = form, shape
-        V = torch.randn(min(vectors, max(1, math.prod(shape))), *shape, generator=generator, dtype=torch.float64)
+        V = torch.randn(
+            min(vectors, max(1, math.prod(shape))), *shape, generator=generator, dtype=torch.float64
+        )
         self.V = _orthonormal(V)
 
     @torch.no_grad()
@@ -289,7 +361,9 @@ class SingularVectors:
         turned = form.adjoint()
         for _ in range(steps):
             V = turned.apply(form.apply(self.V))
-            if bool((torch.linalg.vector_norm(V.flatten(1), dim=1) > 0).all()) and bool(V.isfinite().all()):
+            if bool((torch.linalg.vector_norm(V.flatten(1), dim=1) > 0).all()) and bool(
+                V.isfinite().all()
+            ):
                 self.V = _orthonormal(V)
 
     def norm(self) -> Tensor:

@@ -86,7 +86,9 @@ def _is_even(pairs: Pairs) -> bool:
 
 def _fits_pooling(pairs: Pairs, kernel: list[int]) -> bool:
     """Whether torch's pooling can do the padding itself."""
-    return _is_even(pairs) and all(2 * before <= k for (before, _), k in zip(pairs, kernel, strict=True))
+    return _is_even(pairs) and all(
+        2 * before <= k for (before, _), k in zip(pairs, kernel, strict=True)
+    )
 
 
 @operator("Conv")
@@ -130,11 +132,15 @@ def _conv_transpose(
 
 
 @operator("MaxPool")
-def _max_pool(spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, **window: Any) -> Tensor:
+def _max_pool(
+    spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, **window: Any
+) -> Tensor:
     run = _of_rank(spec, x, "max_pool")
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
     if _fits_pooling(pairs, kernel_shape):
-        return run(x, kernel_shape, strides, [before for before, _ in pairs], dilations, bool(ceil_mode))
+        return run(
+            x, kernel_shape, strides, [before for before, _ in pairs], dilations, bool(ceil_mode)
+        )
     if ceil_mode:
         raise spec.refuse("ceil_mode beside uneven padding is not supported")
     return run(_pad(x, pairs, torch.finfo(x.dtype).min), kernel_shape, strides, 0, dilations)
@@ -142,7 +148,13 @@ def _max_pool(spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int 
 
 @operator("AveragePool")
 def _average_pool(
-    spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, count_include_pad: int = 0, **window: Any
+    spec: Spec,
+    x: Tensor,
+    *,
+    kernel_shape: list[int],
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    **window: Any,
 ) -> Tensor:
     run = _of_rank(spec, x, "avg_pool")
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
@@ -150,7 +162,14 @@ def _average_pool(
         raise spec.refuse("dilated average pooling is not supported")
     if _fits_pooling(pairs, kernel_shape):
         padding = [before for before, _ in pairs]
-        return run(x, kernel_shape, strides, padding, bool(ceil_mode), bool(count_include_pad) or not any(padding))
+        return run(
+            x,
+            kernel_shape,
+            strides,
+            padding,
+            bool(ceil_mode),
+            bool(count_include_pad) or not any(padding),
+        )
     if not count_include_pad or ceil_mode:
         raise spec.refuse("uneven padding that is not counted is not supported")
     return run(_pad(x, pairs), kernel_shape, strides)
@@ -185,20 +204,32 @@ def _group_norm(
 
 @operator("LayerNormalization")
 def _layer_norm(
-    spec: Spec, x: Tensor, scale: Tensor, shift: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5
+    spec: Spec,
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
 ) -> Tensor:
     shape = list(x.shape[axis % x.dim() :])
-    return F.layer_norm(x, shape, scale.expand(shape), None if shift is None else shift.expand(shape), epsilon)
+    return F.layer_norm(
+        x, shape, scale.expand(shape), None if shift is None else shift.expand(shape), epsilon
+    )
 
 
 @operator("RMSNormalization")
-def _rms_norm(spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5) -> Tensor:
+def _rms_norm(
+    spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5
+) -> Tensor:
     shape = list(x.shape[axis % x.dim() :])
     return F.rms_norm(x, shape, scale.expand(shape), epsilon)
 
 
 @operator("Dropout")
-def _dropout(spec: Spec, x: Tensor, ratio: float | None = None, training_mode: float | None = None) -> Tensor:
+def _dropout(
+    spec: Spec, x: Tensor, ratio: float | None = None, training_mode: float | None = None
+) -> Tensor:
     if training_mode:
         raise spec.refuse("it is in training mode")
     return x

@@ -45,10 +45,6 @@ class OnnxNode(nn.Module):
         outputs = find_operator(self.spec)(self.spec, *inputs, **self.attributes)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def extra_repr(self) -> str:
-        """The node's operator and name."""
-        return f"{self.spec.kind}, name={self.spec.name!r}"
-
 
 class OnnxNetwork(nn.Module):
     """The network of an ONNX file, for inputs of the shapes it was last specialized to.
@@ -93,7 +89,9 @@ class OnnxNetwork(nn.Module):
     def examples(self) -> tuple[Tensor, ...]:
         """Inputs of zeros of the declared shapes."""
         dtypes = self.graph.dtypes.values()
-        return tuple(torch.zeros(shape, dtype=d) for shape, d in zip(self.input_shapes, dtypes, strict=True))
+        return tuple(
+            torch.zeros(shape, dtype=d) for shape, d in zip(self.input_shapes, dtypes, strict=True)
+        )
 
     def specialize(self, *inputs: Tensor) -> OnnxNetwork:
         """Fold what does not depend on the data for inputs of these shapes.
@@ -104,7 +102,9 @@ class OnnxNetwork(nn.Module):
 
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         values = self._constants()
-        values.update({name: fake.from_tensor(value) for name, value in self._named(inputs).items()})
+        values.update(
+            {name: fake.from_tensor(value) for name, value in self._named(inputs).items()}
+        )
         arrays: Arrays = {name: value.numpy() for name, value in self.graph.constants.items()}
         folded: Values = {}
         limit = LARGEST_TOTAL * max(1, math.prod(inputs[0].shape[:1]))
@@ -120,12 +120,16 @@ class OnnxNetwork(nn.Module):
                             f"its result has {value.numel()} entries; at most {LARGEST_VALUE} are allowed"
                         )
                     if entries > limit:
-                        raise spec.refuse(f"up to here the results have more than {LARGEST_TOTAL} entries per sample")
+                        raise spec.refuse(
+                            f"up to here the results have more than {LARGEST_TOTAL} entries per sample"
+                        )
                 if self._dynamic.isdisjoint(results):
                     results = self._run(spec, node, values, arrays)
                     for name, value in results.items():
                         # in the format the network runs in, which `.double()` may have changed
-                        folded[name] = results[name] = value.to(inputs[0]) if value.is_floating_point() else value
+                        folded[name] = results[name] = (
+                            value.to(inputs[0]) if value.is_floating_point() else value
+                        )
                         arrays[name] = folded[name].cpu().numpy()
                 values.update(results)
         self._folded[_shapes(inputs)] = folded, arrays
@@ -133,7 +137,12 @@ class OnnxNetwork(nn.Module):
 
         source, self._source = self._source, None
         as_stored = [x.dtype for x in inputs] == list(self.graph.dtypes.values())
-        if source is not None and as_stored and entries <= LARGEST_COMPARED and not torch.compiler.is_exporting():
+        if (
+            source is not None
+            and as_stored
+            and entries <= LARGEST_COMPARED
+            and not torch.compiler.is_exporting()
+        ):
             require_same_results(self, source, self._named(inputs))
         return self
 
@@ -153,14 +162,18 @@ class OnnxNetwork(nn.Module):
         if _shapes(inputs) not in self._folded:
             if torch.compiler.is_exporting():
                 shapes = [tuple(x.shape) for x in inputs]
-                raise InputError(f"call the ONNX network once on inputs of shape {shapes} before exporting it")
+                raise InputError(
+                    f"call the ONNX network once on inputs of shape {shapes} before exporting it"
+                )
             self.specialize(*inputs)
         folded, arrays = self._folded[_shapes(inputs)]
         values = {**self._constants(), **folded, **self._named(inputs)}
         for spec, node in self._nodes():
             if not self._dynamic.isdisjoint(spec.outputs):
                 values.update(self._run(spec, node, values, arrays))
-        results = tuple(_value(values, name, "an output of the graph") for name in self.graph.outputs)
+        results = tuple(
+            _value(values, name, "an output of the graph") for name in self.graph.outputs
+        )
         return results[0] if len(results) == 1 else results
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:
@@ -169,7 +182,9 @@ class OnnxNetwork(nn.Module):
         super()._apply(fn, recurse)
         for sizes in specialized:  # on another device or in another format, folded anew
             dtypes = self.graph.dtypes.values()
-            self.specialize(*[fn(torch.zeros(size, dtype=d)) for size, d in zip(sizes, dtypes, strict=True)])
+            self.specialize(
+                *[fn(torch.zeros(size, dtype=d)) for size, d in zip(sizes, dtypes, strict=True)]
+            )
         return self
 
     def _nodes(self) -> Iterator[tuple[Spec, nn.Module]]:
@@ -180,11 +195,15 @@ class OnnxNetwork(nn.Module):
 
     def _named(self, inputs: tuple[Tensor, ...]) -> Values:
         if len(inputs) != len(self.graph.inputs):
-            raise InputError(f"the ONNX network takes {len(self.graph.inputs)} inputs, got {len(inputs)}")
+            raise InputError(
+                f"the ONNX network takes {len(self.graph.inputs)} inputs, got {len(inputs)}"
+            )
         for (name, declared), x in zip(self.graph.inputs.items(), inputs, strict=True):
             if not _fits(tuple(x.shape), declared):
                 expected = tuple(size or "any" for size in declared)
-                raise InputError(f"input {name!r} of the ONNX network has shape {expected}, got {tuple(x.shape)}")
+                raise InputError(
+                    f"input {name!r} of the ONNX network has shape {expected}, got {tuple(x.shape)}"
+                )
         return dict(zip(self.graph.inputs, inputs, strict=True))
 
     def _run(self, spec: Spec, node: Callable[..., Any], values: Values, arrays: Arrays) -> Values:
@@ -197,7 +216,9 @@ class OnnxNetwork(nn.Module):
                 elif reader is None:
                     inputs.append(_value(values, name, repr(spec.name)))
                 elif name in self._dynamic:
-                    raise spec.refuse(f"its input {name!r} must be known beforehand, and it depends on the data")
+                    raise spec.refuse(
+                        f"its input {name!r} must be known beforehand, and it depends on the data"
+                    )
                 else:
                     inputs.append(reader(arrays[name]))
             if spec.kind in PLAIN_NUMBERS and len(inputs) == 2:
@@ -205,7 +226,15 @@ class OnnxNetwork(nn.Module):
             outputs = node(*inputs)
         except EquipoiseError:
             raise
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             shapes = [tuple(x.shape) if isinstance(x, Tensor | np.ndarray) else x for x in inputs]
             raise InputError(
                 f"ONNX node {spec.name!r} ({spec.kind}) does not fit inputs of shapes {shapes}: {one_line(error)}"
@@ -219,7 +248,11 @@ class OnnxNetwork(nn.Module):
             if name in self._dynamic or other not in self._dynamic:
                 continue
             value = arrays[name]
-            if value.size == 1 and value.dtype.kind == "f" and value.ndim <= inputs[1 - place].dim():
+            if (
+                value.size == 1
+                and value.dtype.kind == "f"
+                and value.ndim <= inputs[1 - place].dim()
+            ):
                 inputs[place] = float(value.item())
         return inputs
 
@@ -252,10 +285,14 @@ def _data_dependent(graph: Graph) -> frozenset[str]:
     for spec in graph.nodes:
         for name in spec.inputs:
             if name and name not in written:
-                raise InputError(f"ONNX node {spec.name!r} reads {name!r}, which nothing before it writes")
+                raise InputError(
+                    f"ONNX node {spec.name!r} reads {name!r}, which nothing before it writes"
+                )
         for name in filter(None, spec.outputs):
             if name in written:
-                raise InputError(f"ONNX node {spec.name!r} writes {name!r}, which has a value already")
+                raise InputError(
+                    f"ONNX node {spec.name!r} writes {name!r}, which has a value already"
+                )
             written.add(name)
         if spec.kind not in ("Shape", "Size") and not dynamic.isdisjoint(spec.inputs):
             dynamic.update(spec.outputs)
@@ -271,7 +308,9 @@ def _label(spec: Spec, index: int, network: nn.Module) -> str:
 
 def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
     """Whether a shape is the declared one, in which 0 stands for any size."""
-    return len(shape) == len(declared) and all(d in (0, n) for d, n in zip(declared, shape, strict=True))
+    return len(shape) == len(declared) and all(
+        d in (0, n) for d, n in zip(declared, shape, strict=True)
+    )
 
 
 def _shapes(inputs: tuple[Tensor, ...]) -> tuple[torch.Size, ...]:
@@ -314,12 +353,19 @@ def require_same_results(network: nn.Module, source: bytes | Path, inputs: Value
     ]
     try:
         file = source if isinstance(source, bytes) else str(source)
-        session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-        expected = [session.run(None, {n: x.numpy() for n, x in zip(inputs, row, strict=True)}) for row in rows]
+        session = ort.InferenceSession(
+            file, options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
+        expected = [
+            session.run(None, {n: x.numpy() for n, x in zip(inputs, row, strict=True)})
+            for row in rows
+        ]
     except Exception:  # noqa: BLE001 - a newer format, operators it lacks, types it has no kernel for
         return
     for row, arrays in zip(rows, expected, strict=True):
-        _require_equal(network, row, [torch.from_numpy(np.asarray(array)).double() for array in arrays])
+        _require_equal(
+            network, row, [torch.from_numpy(np.asarray(array)).double() for array in arrays]
+        )
 
 
 def _require_equal(network: nn.Module, points: list[Tensor], theirs: list[Tensor]) -> None:

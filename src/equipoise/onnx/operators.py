@@ -27,7 +27,9 @@ Operator = Callable[..., Any]
 
 def _integers(value: np.ndarray) -> list[int]:
     if value.dtype.kind not in "iu" or value.ndim > 1:
-        raise ValueError(f"expected a list of whole numbers, got {value.dtype} of shape {value.shape}")
+        raise ValueError(
+            f"expected a list of whole numbers, got {value.dtype} of shape {value.shape}"
+        )
     return [int(v) for v in value.reshape(-1)]
 
 
@@ -89,7 +91,9 @@ def require_attributes(spec: Spec) -> dict[str, Any]:
             taken.add(parameter.name)
         elif parameter.kind is parameter.VAR_KEYWORD:
             taken |= _WINDOW
-    attributes = {name: value for name, value in spec.attributes.items() if name not in _WITHOUT_EFFECT}
+    attributes = {
+        name: value for name, value in spec.attributes.items() if name not in _WITHOUT_EFFECT
+    }
     unknown = [name for name in attributes if name not in taken]
     if unknown:
         raise spec.refuse(f"attribute {unknown[0]!r} is not supported")
@@ -109,7 +113,9 @@ def bounded(spec: Spec, shape: list[int]) -> list[int]:
         shape: of its result.
     """
     if math.prod(shape) > LARGEST_VALUE or min([0, *shape]) < 0:
-        raise spec.refuse(f"its result has the shape {shape}; at most {LARGEST_VALUE} entries are allowed")
+        raise spec.refuse(
+            f"its result has the shape {shape}; at most {LARGEST_VALUE} entries are allowed"
+        )
     return shape
 
 
@@ -170,7 +176,9 @@ _FORMULAS: dict[str, Operator] = {
     "Where": _plain(torch.where, 3),
     "LeakyRelu": lambda spec, x, *, alpha=0.01: F.leaky_relu(x, alpha),
     "Elu": lambda spec, x, *, alpha=1.0: F.elu(x, alpha),
-    "Selu": lambda spec, x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: gamma * F.elu(x, alpha),
+    "Selu": lambda spec, x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: (
+        gamma * F.elu(x, alpha)
+    ),
     "HardSigmoid": lambda spec, x, *, alpha=0.2, beta=0.5: torch.clamp(x * alpha + beta, 0.0, 1.0),
     "Gelu": lambda spec, x, *, approximate="none": F.gelu(x, approximate=approximate),
     "Swish": lambda spec, x, *, alpha=1.0: F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha,
@@ -181,7 +189,9 @@ _FORMULAS: dict[str, Operator] = {
     "Mod": lambda spec, a, b, *, fmod=0: torch.fmod(a, b) if fmod else torch.remainder(a, b),
     "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
     "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
-    "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(list(x.shape)[start:end], dtype=torch.int64),
+    "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(
+        list(x.shape)[start:end], dtype=torch.int64
+    ),
     "InstanceNormalization": lambda spec, x, scale, shift, *, epsilon=1e-5: F.instance_norm(
         x, None, None, scale, shift, True, 0.0, epsilon
     ),
@@ -191,7 +201,9 @@ _TABLE.update({name: _plain(function, 1) for name, function in _UNARY.items()})
 _TABLE.update({name: _plain(function, 2) for name, function in _BINARY.items()})
 
 #: operators for which a constant of one entry is a plain number, as it is in a network written in torch
-PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+PLAIN_NUMBERS = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+)
 
 
 @operator("Pow")
@@ -223,7 +235,9 @@ def _softmax(spec: Spec, x: Tensor, *, axis: int | None = None) -> Tensor:
     axis = (1 if axis is None else axis) % max(1, x.dim())
     if axis == x.dim() - 1:
         return function(x, -1)
-    return function(x.flatten(axis), -1).reshape(x.shape)  # all dimensions from `axis` on count as one
+    return function(x.flatten(axis), -1).reshape(
+        x.shape
+    )  # all dimensions from `axis` on count as one
 
 
 @operator("Cast", "CastLike")
@@ -241,7 +255,12 @@ def _cast(spec: Spec, x: Tensor, like: Tensor | None = None, *, to: int = 0) -> 
 
 def _reduction(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
     def run(
-        spec: Spec, x: Tensor, axes: list[int] | None = None, *, noop_with_empty_axes: int = 0, keepdims: int = 1
+        spec: Spec,
+        x: Tensor,
+        axes: list[int] | None = None,
+        *,
+        noop_with_empty_axes: int = 0,
+        keepdims: int = 1,
     ) -> Tensor:
         if not axes and noop_with_empty_axes:
             return x

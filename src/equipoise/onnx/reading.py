@@ -99,7 +99,9 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
     try:
         onnx = importlib.import_module("onnx")
     except ImportError as error:
-        raise InputError("reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'") from error
+        raise InputError(
+            "reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'"
+        ) from error
     try:
         model = onnx.ModelProto.FromString(data)
     except Exception as error:  # protobuf's classes of errors differ between its versions
@@ -114,25 +116,37 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
             "onnx.save(onnx.inliner.inline_local_functions(onnx.load(FILE)), NEW_FILE)"
         )
 
-    reader = _Reader(_opset(model, name), ExternalWeights(folder))
-    reader.add_constants(graph, name)
-    inputs = {value.name: value for value in graph.input if value.name not in reader.constants}
+    if graph.sparse_initializer:
+        raise Refused(f"{name}: sparse constants are not supported")
+
+    reader = _Reader(_opset(model, name), folder)
+    constants = {
+        proto.name: reader.tensor(proto, f"constant {proto.name!r} of {name}")
+        for proto in graph.initializer
+    }
+    inputs = {value.name: value for value in graph.input if value.name not in constants}
     if not inputs or not graph.output:
         raise InputError(f"{name} has no input or no output")
     shapes = {key: _input_shape(value, name) for key, value in inputs.items()}
     dtypes = {key: DTYPES[value.type.tensor_type.elem_type] for key, value in inputs.items()}
 
-    nodes = _join_softplus([reader.node(proto, index) for index, proto in enumerate(graph.node)], reader.constants)
+    nodes = _join_softplus(
+        [reader.node(proto, index) for index, proto in enumerate(graph.node)], constants
+    )
     if len(nodes) > MOST_NODES:
-        raise Refused(f"{name} has {len(nodes):,} nodes; at most {MOST_NODES:,} are read from a file")
+        raise Refused(
+            f"{name} has {len(nodes):,} nodes; at most {MOST_NODES:,} are read from a file"
+        )
 
     # shapes between the nodes were inferred for one size of the inputs: they say nothing where a size is free
     stated = list(graph.output)
     if all(all(shape) for shape in shapes.values()):
         stated += graph.value_info
-    declared = {value.name: _sizes(value) for value in stated if value.type.tensor_type.HasField("shape")}
+    declared = {
+        value.name: _sizes(value) for value in stated if value.type.tensor_type.HasField("shape")
+    }
     outputs = tuple(output.name for output in graph.output)
-    return Graph(shapes, dtypes, reader.constants, nodes, outputs, declared)
+    return Graph(shapes, dtypes, constants, nodes, outputs, declared)
 
 
 def _join_softplus(nodes: list[Spec], constants: Mapping[str, Tensor]) -> tuple[Spec, ...]:
@@ -144,13 +158,14 @@ def _join_softplus(nodes: list[Spec], constants: Mapping[str, Tensor]) -> tuple[
     for place, spec in enumerate(nodes):
         if spec.kind != "Where" or len(spec.inputs) != 3:
             continue
-        greater, softplus = makers.get(spec.inputs[0]), makers.get(spec.inputs[2])
-        if greater is None or softplus is None or (greater.kind, softplus.kind) != ("Greater", "Softplus"):
+        condition, x, value = spec.inputs
+        greater = makers.get(condition, spec)
+        softplus = makers.get(value, spec)
+        threshold = constants.get(greater.inputs[-1])
+        if (greater.kind, softplus.kind) != ("Greater", "Softplus") or threshold is None:
             continue
-        x = spec.inputs[1]
-        thresholds = [constants[name] for name in greater.inputs if name in constants]
-        joined = len(thresholds) == 1 and thresholds[0].dim() == 0 and float(thresholds[0]) >= 20
-        if joined and greater.inputs[:-1] == softplus.inputs == (x,):
+        scalar = threshold.dim() == 0 and float(threshold) >= 20
+        if scalar and greater.inputs[:-1] == softplus.inputs == (x,):
             nodes[place] = replace(spec, kind="Identity", inputs=softplus.outputs)
     return tuple(nodes)
 
@@ -198,21 +213,17 @@ def _element(kind: int) -> str:
 class _Reader:
     """Reads nodes and constants, with what they share."""
 
-    def __init__(self, opset: int, external: ExternalWeights) -> None:
+    def __init__(self, opset: int, folder: Path | None) -> None:
         self.opset = opset
-        self.external = external
-        self.constants: dict[str, Tensor] = {}
-
-    def add_constants(self, graph: Any, where: str) -> None:
-        """Read the constants of a graph."""
-        if graph.sparse_initializer:
-            raise Refused(f"{where}: sparse constants are not supported")
-        for proto in graph.initializer:
-            self.constants[proto.name] = self.tensor(proto, f"constant {proto.name!r} of {where}")
+        self.folder = folder
+        #: bytes that may still be read from files beside the network
+        self.left = LARGEST_FILE
 
     def node(self, proto: Any, index: int) -> Spec:
         """The record of a node."""
-        name = str(proto.name) or f"{proto.op_type}_{index}"  # bytes where a damaged name is not UTF-8
+        name = (
+            str(proto.name) or f"{proto.op_type}_{index}"
+        )  # bytes where a damaged name is not UTF-8
         spec = Spec(name, proto.op_type, self.opset, tuple(proto.input), tuple(proto.output))
         if proto.domain not in _OWN_DOMAINS:
             raise spec.refuse(
@@ -227,17 +238,17 @@ class _Reader:
         try:
             value = helper.get_attribute_value(proto)
         except ValueError as error:
-            raise spec.refuse(f"attribute {proto.name!r} cannot be read ({one_line(error)})") from error
+            raise spec.refuse(
+                f"attribute {proto.name!r} cannot be read ({one_line(error)})"
+            ) from error
         if isinstance(value, TensorProto):
             return self.tensor(value, f"attribute {proto.name!r} of ONNX node {spec.name!r}")
-        if isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-        if isinstance(value, int | float):
-            return value
-        if isinstance(value, list):
-            items = [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value]
-            if all(isinstance(item, int | float | str) for item in items):
-                return items
+        items = [
+            item.decode("utf-8", "replace") if isinstance(item, bytes) else item
+            for item in (value if isinstance(value, list) else [value])
+        ]
+        if all(isinstance(item, int | float | str) for item in items):
+            return items if isinstance(value, list) else items[0]
         raise spec.refuse(
             f"attribute {proto.name!r} is a subgraph or of another kind that is not read; export the network with its "
             "steps written out"
@@ -259,31 +270,17 @@ class _Reader:
         try:
             if proto.data_location == 1 or proto.external_data:
                 # the numbers take the place that they have in a file without others beside it
-                data = self.external.read(proto, math.prod(shape) * dtype.itemsize, what)
+                data = self.external(proto, math.prod(shape) * dtype.itemsize, what)
                 proto = type(proto)(dims=shape, data_type=proto.data_type, raw_data=data)
             array = numpy_helper.to_array(proto)
             return torch.from_numpy(np.array(array)).reshape(shape).to(dtype)
         except (ValueError, TypeError, RuntimeError) as error:
             raise InputError(f"{what} cannot be read ({one_line(error)})") from error
 
+    def external(self, proto: Any, length: int, what: str) -> bytes:
+        """The bytes of a tensor in a file beside the network, where PyTorch's exporter puts them: read in parts, within a budget.
 
-class ExternalWeights:
-    """Files of weights in the folder of an ONNX file, where PyTorch's exporter puts them: read in parts, within a budget.
-
-    A file is named by its bare name: a path, a link or a device is refused.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self.left = LARGEST_FILE
-
-    def read(self, proto: Any, length: int, what: str) -> bytes:
-        """The bytes of a tensor.
-
-        Args:
-            proto: the tensor's record, which says where they are.
-            length: how many the tensor has.
-            what: what error messages call it.
+        A file is named by its bare name: a path, a link or a device is refused.
         """
         entries = {entry.key: entry.value for entry in proto.external_data}
         name = entries.get("location", "")
@@ -291,21 +288,33 @@ class ExternalWeights:
         size = entries.get("length", str(length))
 
         if self.folder is None:
-            raise Refused(f"{what} is stored outside the file; save the model as one file, or load it from its folder")
+            raise Refused(
+                f"{what} is stored outside the file; save the model as one file, or load it from its folder"
+            )
         if name in ("", ".", "..") or any(c in name for c in "/\\:\0") or len(name.encode()) > 255:
-            raise Refused(f"{what} is stored in {name[:80]!r}; only files in the folder of the model itself are read")
+            raise Refused(
+                f"{what} is stored in {name[:80]!r}; only files in the folder of the model itself are read"
+            )
         if not (start.isascii() and start.isdigit() and len(start) < 19) or size != str(length):
-            raise InputError(f"{what} needs {length} bytes, and the file says {size!r} from {start!r} in {name!r}")
+            raise InputError(
+                f"{what} needs {length} bytes, and the file says {size!r} from {start!r} in {name!r}"
+            )
         path = self.folder / name
         if path.is_symlink():
-            raise Refused(f"{what} is stored in {name!r}, which is a link; put the file itself beside the model")
+            raise Refused(
+                f"{what} is stored in {name!r}, which is a link; put the file itself beside the model"
+            )
 
         self.left -= length
         if self.left < 0:
-            raise InputError(f"up to {what} more than {LARGEST_FILE:,} bytes of weights are stored outside the file")
+            raise InputError(
+                f"up to {what} more than {LARGEST_FILE:,} bytes of weights are stored outside the file"
+            )
         with open_regular(path) as file:
             file.seek(int(start))
             data = file.read(length)
         if len(data) != length:
-            raise InputError(f"{what}: {name} ends after {len(data)} of its {length} bytes; copy the file again")
+            raise InputError(
+                f"{what}: {name} ends after {len(data)} of its {length} bytes; copy the file again"
+            )
         return data

@@ -1,6 +1,5 @@
 """ONNX operators of sequences: recurrent networks, step by step over the length of the sequence."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,28 +17,24 @@ _ACTIVATIONS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid",
 _DIRECTIONS = {"forward": [True], "reverse": [False], "bidirectional": [True, False]}
 
 
-def _rnn(x: Tensor, state: State, w: Tensor, r: Tensor, b: Tensor, c: Tensor, linear: int) -> State:
-    return (torch.tanh(x @ w.T + state[0] @ r.T + b + c),)
-
-
-def _lstm(x: Tensor, state: State, w: Tensor, r: Tensor, b: Tensor, c: Tensor, linear: int) -> State:
-    h, cell = state
-    i, o, f, g = (x @ w.T + h @ r.T + b + c).chunk(4, 1)
-    cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+def _step(kind: str, x: Tensor, state: State, weights: list[Tensor], linear: int) -> State:
+    """The states after one entry of the sequence, by the equations of ONNX's documents."""
+    w, r, b, c = weights
+    h = state[0]
+    if kind == "GRU":
+        gates = 2 * r.shape[1]
+        update = x @ w[:gates].T + h @ r[:gates].T + b[:gates] + c[:gates]
+        z, reset = torch.sigmoid(update).chunk(2, 1)
+        rest, shift = r[gates:].T, c[gates:]
+        inner = reset * (h @ rest + shift) if linear else (reset * h) @ rest + shift
+        new = torch.tanh(x @ w[gates:].T + b[gates:] + inner)
+        return (z * (h - new) + new,)
+    total = x @ w.T + h @ r.T + b + c
+    if kind == "RNN":
+        return (torch.tanh(total),)
+    i, o, f, g = total.chunk(4, 1)
+    cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
-
-
-def _gru(x: Tensor, state: State, w: Tensor, r: Tensor, b: Tensor, c: Tensor, linear: int) -> State:
-    (h,) = state
-    gates = 2 * r.shape[1]
-    z, reset = torch.sigmoid(x @ w[:gates].T + h @ r[:gates].T + b[:gates] + c[:gates]).chunk(2, 1)
-    rest, shift = r[gates:].T, c[gates:]
-    inner = reset * (h @ rest + shift) if linear else (reset * h) @ rest + shift
-    new = torch.tanh(x @ w[gates:].T + b[gates:] + inner)
-    return (z * (h - new) + new,)
-
-
-_CELLS: dict[str, Callable[..., State]] = {"RNN": _rnn, "GRU": _gru, "LSTM": _lstm}
 
 
 @operator("RNN", "GRU", "LSTM")
@@ -61,12 +56,16 @@ def _recurrent(
 ) -> tuple[Tensor, ...]:
     """All hidden states, and the last states of each direction."""
     if layout or input_forget or direction not in _DIRECTIONS:
-        raise spec.refuse("only layout 0 without coupled gates, forward, reverse or bidirectional, is supported")
+        raise spec.refuse(
+            "only layout 0 without coupled gates, forward, reverse or bidirectional, is supported"
+        )
     directions = _DIRECTIONS[direction]
     if activations is not None and activations != _ACTIVATIONS[spec.kind] * len(directions):
         raise spec.refuse(f"only the activations {_ACTIVATIONS[spec.kind]} are supported")
     if x.dim() != 3 or x.shape[0] > LONGEST:
-        raise spec.refuse(f"an input of shape {tuple(x.shape)}; at most {LONGEST} steps are unrolled")
+        raise spec.refuse(
+            f"an input of shape {tuple(x.shape)}; at most {LONGEST} steps are unrolled"
+        )
     if any(length != x.shape[0] for length in lengths or []):
         raise spec.refuse("sequences of different lengths are not supported")
 
@@ -79,13 +78,17 @@ def _recurrent(
         else:
             weights += bias[place].chunk(2)
         initial = [hidden, cell] if spec.kind == "LSTM" else [hidden]
-        state: State = tuple(x.new_zeros(x.shape[1], r.shape[-1]) if s is None else s[place] for s in initial)
+        state: State = tuple(
+            x.new_zeros(x.shape[1], r.shape[-1]) if s is None else s[place] for s in initial
+        )
 
         rows = x.unbind(0) if forwards else x.unbind(0)[::-1]
         states = []
         for row in rows:
-            state = _CELLS[spec.kind](row, state, *weights, linear_before_reset)
+            state = _step(spec.kind, row, state, weights, linear_before_reset)
             states.append(state[0])
         outputs.append(torch.stack(states if forwards else states[::-1]))
         last_states.append(state)
-    return torch.stack(outputs, 1), *(torch.stack(parts) for parts in zip(*last_states, strict=True))
+    return torch.stack(outputs, 1), *(
+        torch.stack(parts) for parts in zip(*last_states, strict=True)
+    )

@@ -152,7 +152,9 @@ def _axis(spec: Spec, axis: int, x: Tensor) -> int:
 
 def _indices(spec: Spec, index: np.ndarray, size: int) -> Tensor:
     """Indices with negative ones counted from the end, refused where one lies outside."""
-    if index.dtype.kind not in "iu" or (index.size and (int(index.min()) < -size or int(index.max()) >= size)):
+    if index.dtype.kind not in "iu" or (
+        index.size and (int(index.min()) < -size or int(index.max()) >= size)
+    ):
         raise spec.refuse(f"an index lies outside the {size} entries")
     return torch.from_numpy(np.where(index < 0, index + size, index).astype(np.int64))
 
@@ -165,7 +167,9 @@ def _places(spec: Spec, x: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
 
 
 @operator("Split")
-def _split(spec: Spec, x: Tensor, split: list[int] | None = None, *, axis: int = 0) -> tuple[Tensor, ...]:
+def _split(
+    spec: Spec, x: Tensor, split: list[int] | None = None, *, axis: int = 0
+) -> tuple[Tensor, ...]:
     if split is None:
         rest = len(spec.outputs) - 1
         step = -(-x.shape[axis] // (rest + 1))
@@ -200,7 +204,9 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tenso
     chosen = _indices(spec, index, x.shape[axis])
     if index.ndim == 0:
         return x.select(axis, int(index))
-    return x.index_select(axis, chosen.reshape(-1)).reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
+    return x.index_select(axis, chosen.reshape(-1)).reshape(
+        [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
+    )
 
 
 @operator("GatherElements")
@@ -217,7 +223,9 @@ def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0)
 
 
 @operator("ScatterND")
-def _scatter_nd(spec: Spec, x: Tensor, index: np.ndarray, updates: Tensor, *, reduction: str = "none") -> Tensor:
+def _scatter_nd(
+    spec: Spec, x: Tensor, index: np.ndarray, updates: Tensor, *, reduction: str = "none"
+) -> Tensor:
     if reduction not in ("none", "add"):
         raise spec.refuse(f"reduction {reduction!r} is not supported")
     return x.index_put(_places(spec, x, index), updates, accumulate=reduction == "add")
@@ -229,7 +237,9 @@ def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) 
 
 
 @operator("TopK")
-def _topk(spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1) -> tuple[Tensor, ...]:
+def _topk(
+    spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1
+) -> tuple[Tensor, ...]:
     return tuple(torch.topk(x, int(k), _axis(spec, axis, x), bool(largest)))
 
 
@@ -238,7 +248,15 @@ def _topk(spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1) 
 
 @operator("Upsample")
 def _upsample(spec: Spec, x: Tensor, scales: list[float], *, mode: str = "nearest") -> Tensor:
-    return _resize(spec, x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    return _resize(
+        spec,
+        x,
+        None,
+        scales,
+        mode=mode,
+        coordinate_transformation_mode="asymmetric",
+        nearest_mode="floor",
+    )
 
 
 @operator("Resize")
@@ -258,12 +276,20 @@ def _resize(
 ) -> Tensor:
     """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
     if exclude_outside or antialias or keep_aspect_ratio_policy != "stretch":
-        raise spec.refuse("antialiasing, exclude_outside and policies other than 'stretch' are not supported")
+        raise spec.refuse(
+            "antialiasing, exclude_outside and policies other than 'stretch' are not supported"
+        )
     if spec.opset < 11:
         scales = roi or scales
-    coordinates = coordinate_transformation_mode or ("half_pixel" if spec.opset >= 11 else "asymmetric")
+    coordinates = coordinate_transformation_mode or (
+        "half_pixel" if spec.opset >= 11 else "asymmetric"
+    )
     rounding = nearest_mode or ("round_prefer_floor" if spec.opset >= 11 else "floor")
-    if mode not in ("nearest", "linear") or coordinates not in _COORDINATES or rounding not in _ROUNDING:
+    if (
+        mode not in ("nearest", "linear")
+        or coordinates not in _COORDINATES
+        or rounding not in _ROUNDING
+    ):
         raise spec.refuse(f"resampling by {mode}, {coordinates} and {rounding} is not supported")
 
     if scales:

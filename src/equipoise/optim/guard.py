@@ -140,7 +140,7 @@ class SpectralGuard:
         parameters: pattern over parameter names: further two-dimensional parameters to guard as matrices.
         tolerance: relative excess that is let pass without touching the weight.
         headroom: how far below R, relatively, a weight that has to be brought back may be put. The room that it has then lets
-            most steps pass on one proof in float32, which gives away up to half a per cent for 256 columns. 0 holds as close
+            most steps pass on the carried proof: a weight that grew is scaled by it, without a new one. 0 holds as close
             to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
         every: new proofs are made only every so many steps. Between them an excess that the carried proof cannot exclude
             counts as one, so norms are held a little below R: still proved, and cheaper where proofs are dear (convolutions with
@@ -173,7 +173,7 @@ class SpectralGuard:
         *,
         parameters: Names = None,
         every: int = 1,
-        headroom: float = 0.01,
+        headroom: float = 0.03,
         example_input: Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -275,7 +275,11 @@ class SpectralGuard:
                 scalars[f"norm/{place.name}/upper"] = one.upper
                 scalars[f"norm/{place.name}/headroom"] = 1 - one.upper / one.radius
                 product = inflate(product * one.upper)
-        return {**scalars, "norm/product": product, "norm/restored": float(sum(one.restored for one in self.layers))}
+        return {
+            **scalars,
+            "norm/product": product,
+            "norm/restored": float(sum(one.restored for one in self.layers)),
+        }
 
     @property
     def used(self) -> Counter[str]:
@@ -303,15 +307,27 @@ class SpectralGuard:
         self.steps = int(state["steps"])
         for one in self.layers:
             prefix = f"{one.name}/"
-            part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            part = {
+                key.removeprefix(prefix): value
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
             one.restored = int(part.pop("restored"))
-            one.tracked.load_state_dict({key: value.to(one.weight.device) for key, value in part.items()})
+            one.tracked.load_state_dict(
+                {key: value.to(one.weight.device) for key, value in part.items()}
+            )
             kept = copy.deepcopy(one.tracked)  # later decisions must stay what they would have been
             self._bracket(one)
             one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._check([one for one in self.layers if one.trained_by(optimizer) or one.current_stamp() != one.stamp])
+        self._check(
+            [
+                one
+                for one in self.layers
+                if one.trained_by(optimizer) or one.current_stamp() != one.stamp
+            ]
+        )
         self.steps += 1
 
     def _limit(self, one: Guarded) -> float:
@@ -322,7 +338,8 @@ class SpectralGuard:
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
-        rtol = max(self.tolerance, self.headroom) / 2  # a weight that has to be brought back may be put that much lower
+        # a weight that has to be brought back may be put that much lower
+        rtol = max(self.tolerance, self.headroom) if self.headroom else self.tolerance / 2
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
@@ -338,7 +355,9 @@ class SpectralGuard:
         for one in layers:
             self._bracket(one)
         for attempt in range(60):
-            flags = _agreed([self._exceeds(one) for one in self.layers], self.layers[0].weight.device)
+            flags = _agreed(
+                [self._exceeds(one) for one in self.layers], self.layers[0].weight.device
+            )
             pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
             if not pending:
                 return
@@ -369,23 +388,32 @@ class SpectralGuard:
     def _scale(self, one: Guarded, attempt: int) -> None:
         """`W ← cW` with `c = R/U`, or less where a lower end shows that `cσ₁ ≥ R(1 − headroom)` still; the proof is carried."""
         if not one.upper > 0:
-            raise Refused(f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}")
-        W, u = one.weight, unit_roundoff(one.weight.dtype)
-        least = one.radius * (1 - self.headroom) / one.lower if one.lower > 0 and self.headroom else math.inf
+            raise Refused(
+                f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}"
+            )
+        W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
+        least = (
+            one.radius * (1 - self.headroom) / one.lower
+            if one.lower > 0 and self.headroom
+            else math.inf
+        )
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         if attempt and self.how != "sphere":
             aim = min(aim, 1.0)
         c = float(torch.tensor(aim, dtype=torch.float32))
-        W.mul_(c)
-        one.tracked.scaled(c)
-        self._bracket(one)
+        one.lower, one.upper = one.tracked.scale(W, c)
+        one.stamp = one.current_stamp()
+        if self._exceeds(one):  # the roundings may have been smaller than they could
+            self._bracket(one)
 
 
 def _hooked(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks really run: the one given, or the one inside a wrapper that has none."""
     host = optimizer
     while host is not None:
-        if getattr(getattr(type(host), "step", None), "hooked", False) and hasattr(host, "_optimizer_step_post_hooks"):
+        if getattr(getattr(type(host), "step", None), "hooked", False) and hasattr(
+            host, "_optimizer_step_post_hooks"
+        ):
             return host
         host = getattr(host, "optimizer", None)
     raise InputError(
@@ -420,9 +448,15 @@ def _place(name: str, module: nn.Module, attribute: str = "weight", **options: A
     """A place, refused where its parameter is computed, sharded or repeats its own memory."""
     parameter = plain_weight(name, module, attribute)
     if hasattr(parameter, "placements"):
-        raise Refused(f"the weight of {name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for")
-    if any(step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)):
-        raise Refused(f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own")
+        raise Refused(
+            f"the weight of {name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for"
+        )
+    if any(
+        step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
+    ):
+        raise Refused(
+            f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own"
+        )
     return Place(name, module, attribute, parameter, **options)
 
 
@@ -432,7 +466,8 @@ def _projections(prefix: str, module: nn.MultiheadAttention) -> list[Place]:
     if module._parameters.get(packed) is None:
         return [_place(f"{prefix}{x}_proj_weight", module, f"{x}_proj_weight") for x in "qkv"]
     return [
-        _place(f"{prefix}{packed}[{x}]", module, packed, rows=(i * width, (i + 1) * width)) for i, x in enumerate("qkv")
+        _place(f"{prefix}{packed}[{x}]", module, packed, rows=(i * width, (i + 1) * width))
+        for i, x in enumerate("qkv")
     ]
 
 
@@ -445,20 +480,27 @@ def _radii(names: list[str], radius: Radius) -> dict[str, float]:
         require_number(value, f"the radius of {pattern!r}", least=POSITIVE)
         matching = [name for name in names if name_matches(name, pattern)]
         if not matching:
-            raise InputError(f"no layer has a name that matches {pattern!r}; there are {', '.join(names[:8])}")
+            raise InputError(
+                f"no layer has a name that matches {pattern!r}; there are {', '.join(names[:8])}"
+            )
         for name in matching:
             radii.setdefault(name, float(value))
     return radii
 
 
 def _weights(
-    model: nn.Module, places: list[Place], radii: dict[str, float], sizes: dict[str, tuple[int, ...] | None]
+    model: nn.Module,
+    places: list[Place],
+    radii: dict[str, float],
+    sizes: dict[str, tuple[int, ...] | None],
 ) -> list[Guarded]:
     """One entry per weight: matrices on the same numbers of one memory, also transposed, are one entry."""
     groups: dict[object, list[Place]] = {}
     for place in places:
         weight = place.weight
-        steps = sorted((step, n) for step, n in zip(weight.stride(), weight.shape, strict=True) if n > 1)
+        steps = sorted(
+            (step, n) for step, n in zip(weight.stride(), weight.shape, strict=True) if n > 1
+        )
         groups.setdefault((weight.data_ptr(), weight.dtype, weight.dim(), *steps), []).append(place)
 
     guarded: list[Guarded] = []
@@ -466,8 +508,14 @@ def _weights(
         first = users[0]
         if len(users) > 1 and any(place.is_convolution for place in users):
             names = " and ".join(repr(place.name) for place in users)
-            raise Refused(f"{names} share one kernel: their norms may differ; leave all but one out")
-        tracked = TrackedConvolution(first.module, sizes[first.name]) if first.is_convolution else TrackedMatrix()
+            raise Refused(
+                f"{names} share one kernel: their norms may differ; leave all but one out"
+            )
+        tracked = (
+            TrackedConvolution(first.module, sizes[first.name])
+            if first.is_convolution
+            else TrackedMatrix()
+        )
         guarded.append(Guarded(users, [], min(radii[place.name] for place in users), tracked))
     for i, one in enumerate(guarded):
         for other in guarded[:i]:
@@ -482,7 +530,11 @@ def _weights(
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have memory in common."""
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+    if (
+        a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+        or not a.numel()
+        or not b.numel()
+    ):
         return False
     if a.dtype != b.dtype:
         return True

@@ -28,12 +28,18 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
     ) -> None:
         require_number(lr, "lr", least=0)
         require_number(momentum, "momentum", least=0, most=1)
         if not hasattr(torch.optim, "Muon"):
-            raise InputError(f"Muon is part of torch from 2.9 on, and this is torch {torch.__version__}: upgrade torch")
+            raise InputError(
+                f"Muon is part of torch from 2.9 on, and this is torch {torch.__version__}: upgrade torch"
+            )
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         #: number of the group, factor of its rate, optimizer of the matrices or of the rest
         self.parts: list[tuple[int, float, torch.optim.Optimizer]] = []
@@ -54,13 +60,17 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for i, factor, part in self.parts:
-            part.state = self.state  # one state for all, so that state_dict and load_state_dict are torch's own
+            part.state = (
+                self.state
+            )  # one state for all, so that state_dict and load_state_dict are torch's own
             part.param_groups[0]["lr"] = factor * self.param_groups[i]["lr"]
             part.step()
         return loss
 
 
-def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float = 0.5) -> torch.optim.Optimizer:
+def add_lookahead(
+    optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float = 0.5
+) -> torch.optim.Optimizer:
     """Let an optimizer look ahead: after every `steps` steps `slow ← slow + α·(w − slow)`, `w ← slow`.
 
     The slow weights and the count live in the optimizer's own state (`slow`, `ahead`), so that `state_dict` and
@@ -85,7 +95,10 @@ def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float
     if steps < 1 or not 0 < alpha <= 1:
         raise InputError(f"lookahead needs steps ≥ 1 and alpha in (0, 1], got {steps} and {alpha}")
     start: dict[Tensor, Tensor] = {
-        p: p.detach().clone() for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        p: p.detach().clone()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
     }
 
     @torch.no_grad()
@@ -94,7 +107,9 @@ def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = stepped.state[p]  # not before the first step: torch's optimizers begin where it is empty
+                state = stepped.state[
+                    p
+                ]  # not before the first step: torch's optimizers begin where it is empty
                 if "slow" not in state:
                     state["slow"], state["ahead"] = start.pop(p, p.detach()).clone(), 0
                 state["ahead"] = (state["ahead"] + 1) % steps

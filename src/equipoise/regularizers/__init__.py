@@ -15,7 +15,6 @@ from equipoise.regularizers.noise import (
     frozen_statistics,
     input_gradient_penalty,
     noisy_copies,
-    smooth_adversarial,
 )
 from equipoise.regularizers.projections import (
     FrobeniusPenalty,
@@ -32,5 +31,5 @@ __all__ = [
     "SmoothedLoss", "SpectralPenalty", "add_noise", "centred_penalty",
     "clip_weights_", "consistency_loss", "frozen_statistics", "input_gradient_penalty",
     "jensen_penalty", "layer_bound", "noisy_copies", "operator_norm", "project_", "select_layers",
-    "smooth_adversarial", "smoothed_cross_entropy", "taylor_penalty",
+    "smoothed_cross_entropy", "taylor_penalty",
 ]  # fmt: skip

@@ -112,7 +112,9 @@ def smoothed_cross_entropy(
     _require_rows(h, logits)
     require_number(sigma, "sigma", least=0)
     require_labels(
-        targets.flatten() if isinstance(targets, Tensor) else targets, logits.shape[:-1].numel(), logits.shape[-1]
+        targets.flatten() if isinstance(targets, Tensor) else targets,
+        logits.shape[:-1].numel(),
+        logits.shape[-1],
     )
     z, dtype = logits.to(_wide(logits)), _wide(logits)
     g = torch.randn(samples, *z.shape, generator=generator, dtype=dtype, device=z.device)
@@ -136,7 +138,9 @@ class _Watching:
     def __init__(self, model: nn.Module, names: Names = None) -> None:
         require_module(model)
         if not any(isinstance(module, nn.Linear) for module in model.modules()):
-            raise InputError(f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at")
+            raise InputError(
+                f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at"
+            )
         self._layers = select_layers(model, nn.Linear, names)
         self._calls: list[tuple[str, Tensor, Tensor]] = []
         self._inner: list[Any] = []
@@ -171,7 +175,9 @@ class _Watching:
         if model in self._layers.values():  # the model is itself the last layer
             self._record(next(iter(self._layers)), args, kwargs, output)
 
-    def _pass(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+    def _pass(
+        self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor
+    ) -> None:
         if self._inner:  # a copy made during a pass has the hook, but is not in one
             self._record(name, args, kwargs, output)
 
@@ -259,7 +265,9 @@ class ActivationDecay(_Watching):
             rows = taylor_penalty(h, z, self.sigma)
         if mask is not None:
             if mask.shape != rows.shape:
-                raise InputError(f"the mask has shape {tuple(mask.shape)}, the activations {tuple(rows.shape)}")
+                raise InputError(
+                    f"the mask has shape {tuple(mask.shape)}, the activations {tuple(rows.shape)}"
+                )
             rows = rows[mask.to(torch.bool)]
         return rows.sum() / max(rows.numel(), 1)
 
@@ -275,9 +283,13 @@ class ActivationDecay(_Watching):
         """
         ((_, h, z),) = self._latest()
         if targets.shape != z.shape[:-1]:
-            raise InputError(f"expected class numbers of shape {tuple(z.shape[:-1])}, got {tuple(targets.shape)}")
+            raise InputError(
+                f"expected class numbers of shape {tuple(z.shape[:-1])}, got {tuple(targets.shape)}"
+            )
         rows = targets >= 0
-        mean, error = smoothed_cross_entropy(h[rows], z[rows], targets[rows], self.sigma, samples, generator=generator)
+        mean, error = smoothed_cross_entropy(
+            h[rows], z[rows], targets[rows], self.sigma, samples, generator=generator
+        )
         return SmoothedLoss(mean.mean(), error.square().sum().sqrt() / len(error))
 
     def __enter__(self) -> ActivationDecay:
@@ -294,7 +306,11 @@ class ActivationDecay(_Watching):
             self.name = self._calls[0][0]
             self._layers = {self.name: self._layers[self.name]}
         elif isinstance(output, Tensor):
-            raise InputError(f"the forward pass did not call {self.name!r}" if self.name else "no nn.Linear was called")
+            raise InputError(
+                f"the forward pass did not call {self.name!r}"
+                if self.name
+                else "no nn.Linear was called"
+            )
 
     def _record(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         self._calls = []  # only the last call counts
@@ -319,7 +335,11 @@ class LayerwiseDecay(_Watching):
     """
 
     def __init__(
-        self, model: nn.Module, activations: float = 1e-3, last_weight: float = 1e-2, names: Names = None
+        self,
+        model: nn.Module,
+        activations: float = 1e-3,
+        last_weight: float = 1e-2,
+        names: Names = None,
     ) -> None:
         self.activations = require_number(activations, "activations", least=0)
         self.last_weight = require_number(last_weight, "last_weight", least=0)
@@ -342,7 +362,9 @@ def _wide(x: Tensor) -> torch.dtype:
 def _require_rows(h: Any, logits: Any) -> None:
     """Refuse activations and logits that are not of the same rows."""
     if require_tensor(h, "activations").shape[:-1] != require_tensor(logits, "logits").shape[:-1]:
-        raise InputError(f"activations and logits must have the same rows, got {describe(h)} and {describe(logits)}")
+        raise InputError(
+            f"activations and logits must have the same rows, got {describe(h)} and {describe(logits)}"
+        )
 
 
 def _square(h: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training on noisy inputs: augmentation, consistency, adversarial examples, smoothed scores; the input-gradient penalty.
+"""Training on noisy inputs: augmentation, consistency, smoothed scores; the input-gradient penalty.
 
 With a simplex map τ and M noisy copies, `F̂(x) = mean_i τ(f(x + δ_i))` estimates the smoothed scores, and its gradient
 goes through map and temperature. Estimates, not bounds: they are for training; certificates come from `equipoise.smoothing`.
@@ -36,10 +36,14 @@ def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None = None)
     torch.Size([2, 3])
     """
     require_number(sigma, "sigma", least=0)
-    return fresh_strides(_batch(x)) + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return fresh_strides(_batch(x)) + sigma * torch.randn(
+        x.shape, generator=generator, dtype=x.dtype, device=x.device
+    )
 
 
-def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generator | None = None) -> Tensor:
+def noisy_copies(
+    x: Tensor, sigma: float, copies: int, generator: torch.Generator | None = None
+) -> Tensor:
     """`(copies·N, ...)`: the batch `copies` times over, each with its own noise.
 
     Args:
@@ -94,70 +98,9 @@ def consistency_loss(
     return loss + weight * divergence - entropy * (mean * log_mean).sum(-1).mean()
 
 
-def smooth_adversarial(
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    sigma: float,
-    epsilon: float,
-    *,
-    steps: int = 2,
-    copies: int = 2,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Noisy copies of adversarial examples of the *smoothed* classifier, `(copies·N, ...)`, and their labels (SmoothAdv, Salman
-    et al. 2019).
-
-    `x' = argmax_{‖x' − x‖₂ ≤ ε} −log mean_i F_y(x' + δ_i)` by projected gradient ascent; the same noise δ_i is used for the
-    ascent and for the training step that follows. The model's mode and the gradients of its parameters are left as they are.
-
-    Args:
-        model: the network.
-        x: a batch of floating-point inputs.
-        y: labels.
-        sigma: noise level.
-        epsilon: radius of the ball.
-        steps: of the ascent.
-        copies: noisy copies of every input.
-        generator: source of the draws.
-
-    >>> model = nn.Linear(4, 3)
-    >>> noisy, labels = smooth_adversarial(model, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), sigma=0.25, epsilon=0.5)
-    >>> functional.cross_entropy(model(noisy), labels).backward()
-    """
-    require_number(sigma, "sigma", least=0)
-    require_number(epsilon, "epsilon", least=0)
-    require_number(steps, "steps", least=1, whole=True)
-    x = fresh_strides(_batch(x).detach())
-    y = require_labels(y, len(x))
-    many = _repeated(x, copies)
-    noise = sigma * torch.randn(many.shape, generator=generator, dtype=x.dtype, device=x.device)
-    delta = torch.zeros_like(x)
-    for _ in range(steps):
-        with torch.enable_grad():
-            delta.requires_grad_()
-            log_p = functional.log_softmax(model(many + _repeated(delta, copies) + noise), dim=1)
-            soft = log_p.reshape(copies, len(x), -1).logsumexp(0)
-            (slope,) = torch.autograd.grad(functional.nll_loss(soft, y, reduction="sum"), delta)
-        delta = _into_ball((delta + 2 * epsilon / steps * _unit(slope)).detach(), epsilon)
-    return (many + _repeated(delta, copies) + noise).detach(), y.repeat(copies)
-
-
 def _repeated(x: Tensor, copies: int) -> Tensor:
     """The batch so many times over."""
     return x.repeat(copies, *(1,) * (x.dim() - 1))
-
-
-def _unit(v: Tensor) -> Tensor:
-    return v / _norms(v).clamp_min(torch.finfo(v.dtype).tiny)
-
-
-def _into_ball(v: Tensor, radius: float) -> Tensor:
-    return v * (radius / _norms(v).clamp_min(torch.finfo(v.dtype).tiny)).clamp_max(1)
-
-
-def _norms(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v.flatten(1), dim=1).reshape(-1, *(1,) * (v.dim() - 1))
 
 
 def _batch(x: Any) -> Tensor:
@@ -174,7 +117,12 @@ EDGE = 1e-4
 
 
 def smoothed_scores(
-    model: Model, x: Tensor, sigma: float, map: SimplexMap, copies: int, generator: torch.Generator | None = None
+    model: Model,
+    x: Tensor,
+    sigma: float,
+    map: SimplexMap,
+    copies: int,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`mean_i τ(f(x + δ_i))` over noisy copies (N, c), and the logits of the first copy.
 
@@ -292,7 +240,9 @@ def input_gradient_penalty(
                 )
             total = output.sum()
         else:
-            total = loss(output, y) * len(x)  # the loss is a mean over samples: the sum has the samples' own gradients
+            total = loss(output, y) * len(
+                x
+            )  # the loss is a mean over samples: the sum has the samples' own gradients
         (slope,) = torch.autograd.grad(total, x, create_graph=True)
         excess = safe_root(slope.flatten(1).square().sum(1)) - target
         if not two_sided:
@@ -312,7 +262,11 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     >>> int(model.num_batches_tracked)
     0
     """
-    tracked: list[Any] = [m for m in model.modules() if m.training and getattr(m, "track_running_stats", False) is True]
+    tracked: list[Any] = [
+        m
+        for m in model.modules()
+        if m.training and getattr(m, "track_running_stats", False) is True
+    ]
     for module in tracked:
         module.track_running_stats = False
     try:

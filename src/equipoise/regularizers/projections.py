@@ -1,7 +1,7 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import POSITIVE, require_number
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, inflate, rescaled
-from equipoise.maps.geometry import padding_norm
-from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.core.precision import rescaled
+from equipoise.norms.induced import induced_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import (
     LINEAR_MAPS,
@@ -27,12 +26,20 @@ from equipoise.regularizers.selection import (
 class _WeightPenalty:
     """A penalty on the weights of chosen layers: the sum over them of what `_term` gives."""
 
-    def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
+    def __init__(
+        self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0
+    ) -> None:
+        self.layers, self.weight = (
+            select_layers(model, only, names),
+            require_number(weight, "weight", least=0),
+        )
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss."""
-        return self.weight * torch.stack([self._term(name, module) for name, module in self.layers.items()]).sum()
+        return (
+            self.weight
+            * torch.stack([self._term(name, module) for name, module in self.layers.items()]).sum()
+        )
 
     def _term(self, name: str, module: nn.Module) -> Tensor:
         raise NotImplementedError
@@ -72,12 +79,13 @@ class OrthogonalityPenalty(_WeightPenalty):
 Exponent = Literal[1, 2] | float
 
 
-def operator_norm(module: nn.Module, p: Exponent = 2, input_size: int | tuple[int, ...] | None = None) -> Bound:
+def operator_norm(
+    module: nn.Module, p: Exponent = 2, input_size: int | tuple[int, ...] | None = None
+) -> Bound:
     """Upper bound of `‖A‖_{p→p}` of a layer's linear part, p ∈ {1, 2, ∞}, rounding included.
 
-    p = 1 is the largest column sum of |A|, p = ∞ the largest row sum: for a convolution the sum of |K| over all taps and over the
-    outputs (p = 1) or inputs (p = ∞) of one channel, times the number of copies padding makes of a pixel for p = 1. Borders and
-    strides can only lower it. p = 2 is the upper end of `equipoise.spectral_norm`.
+    p = 1 is the largest column sum of |A|, p = ∞ the largest row sum (`norms.induced`).
+    p = 2 is the upper end of `equipoise.spectral_norm`.
 
     Args:
         module: the layer.
@@ -90,23 +98,13 @@ def operator_norm(module: nn.Module, p: Exponent = 2, input_size: int | tuple[in
     [6.0, 4.0]
     """
     if p == 2:
-        return Bound(float(spectral_norm(module, input_size=input_size).upper), Kind.UPPER, "spectral_norm")
+        return Bound(
+            float(spectral_norm(module, input_size=input_size).upper), Kind.UPPER, "spectral_norm"
+        )
     if p not in (1, math.inf):
         raise InputError(f"p must be 1, 2 or ∞ (math.inf), got {p}")
-    kind = module_kind(module)
-    layer: Any = module
-    W = weight_of(module).detach().double().abs()
-    if not bool(W.isfinite().all()):
-        raise InputError("the weights are not finite")
-    groups = 1 if kind is nn.Linear else layer.groups
-    transposed = kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    W = W.reshape(groups, W.shape[0] // groups, *W.shape[1:]).flatten(3) if W.dim() > 2 else W[None, :, :, None]
-    over_outputs = (p == 1) != transposed  # a transposed convolution is the adjoint: rows and columns change places
-    sums = W.sum(dim=(1, 3)) if over_outputs else W.sum(dim=(2, 3))
-    value = float(inflate(sums.max() * (1 + gamma(W[0].numel(), torch.float64))))
-    if p == 1 and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and layer.padding_mode != "zeros":
-        value = math.nextafter(value * _copies(layer, input_size), math.inf)
-    return Bound(value, Kind.UPPER, "column sums" if p == 1 else "row sums")
+    bracket = induced_norm(module, "l1" if p == 1 else "linf", input_size=input_size)
+    return Bound(bracket.upper, Kind.UPPER, bracket.method)
 
 
 def project_(
@@ -141,14 +139,23 @@ def project_(
     require_number(radius, "radius", least=POSITIVE)
     sizes = input_sizes or {}
     layers = select_layers(model, only, names)
-    weights = {name: plain_weight(name, module) for name, module in layers.items()}  # refuse before touching any
-    return {name: _shrink(module, weights[name], p, radius, sizes.get(name)) for name, module in layers.items()}
+    weights = {
+        name: plain_weight(name, module) for name, module in layers.items()
+    }  # refuse before touching any
+    return {
+        name: _shrink(module, weights[name], p, radius, sizes.get(name))
+        for name, module in layers.items()
+    }
 
 
 @torch.no_grad()
-def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None) -> Bound:
+def _shrink(
+    module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None
+) -> Bound:
     largest = float(W.abs().max()) if W.numel() else 0.0
-    if math.isfinite(largest) and largest > max(torch.finfo(W.dtype).max / 2**32, 4 * radius):  # sums may overflow
+    if math.isfinite(largest) and largest > max(
+        torch.finfo(W.dtype).max / 2**32, 4 * radius
+    ):  # sums may overflow
         W.copy_(rescaled(W)[0] * max(1.0, 4 * radius))  # still outside: only the direction counts
     bound, margin = operator_norm(module, p, size), 0.0
     for _ in range(60):
@@ -158,11 +165,15 @@ def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size
         # rounding of the scaled weights may leave it just above
         margin = max(2 * margin, 2.0 * torch.finfo(W.dtype).eps)
         bound = operator_norm(module, p, size)
-    raise Refused(f"could not bring the norm of the layer below {radius}: its bound stays at {float(bound)}")
+    raise Refused(
+        f"could not bring the norm of the layer below {radius}: its bound stays at {float(bound)}"
+    )
 
 
 @torch.no_grad()
-def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, names: Names = None) -> None:
+def clip_weights_(
+    model: nn.Module, limit: float, only: Types = LINEAR_MAPS, names: Names = None
+) -> None:
     """`W ← clamp(W, −c, c)` elementwise for chosen layers (Arjovsky et al. 2017).
 
     Args:
@@ -180,11 +191,7 @@ def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, nam
     for name, module in select_layers(model, only, names).items():
         W = plain_weight(name, module)
         W.copy_(W.clamp(-limit, limit))
-        over = W.abs().double() > limit  # the limit itself may not be representable in the dtype of the weights
+        over = (
+            W.abs().double() > limit
+        )  # the limit itself may not be representable in the dtype of the weights
         W[over] = torch.nextafter(W[over], torch.zeros_like(W[over]))
-
-
-def _copies(module: nn.Module, input_size: int | tuple[int, ...] | None) -> float:
-    """How many positions of the padded input one pixel fills at most."""
-    conv = geometry_of(module, input_size)
-    return math.prod(float(round(padding_norm(axis, conv.padding) ** 2)) for axis in conv.axes)

@@ -45,7 +45,9 @@ def name_matches(name: str, names: Names) -> bool:
     return fnmatchcase(name, names) if isinstance(names, str) else names.search(name) is not None
 
 
-def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None) -> dict[str, nn.Module]:
+def select_layers(
+    model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None
+) -> dict[str, nn.Module]:
     """The layers of `model` by name, in module order; a shared layer stands once; refused where nothing matches.
 
     Args:
@@ -62,7 +64,9 @@ def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = No
     unknown = [kind.__name__ for kind in kinds if not issubclass(kind, LINEAR_MAPS)]
     if unknown or not kinds:
         kinds_of_layers = ", ".join(kind.__name__ for kind in LINEAR_MAPS)
-        raise InputError(f"only takes subclasses of {kinds_of_layers}; got {', '.join(unknown) or 'nothing'}")
+        raise InputError(
+            f"only takes subclasses of {kinds_of_layers}; got {', '.join(unknown) or 'nothing'}"
+        )
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -70,7 +74,9 @@ def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = No
     }
     if not layers:
         wanted = ", ".join(kind.__name__ for kind in kinds)
-        raise InputError(f"no {wanted} of this model has a name that matches {names!r}; see model.named_modules()")
+        raise InputError(
+            f"no {wanted} of this model has a name that matches {names!r}; see model.named_modules()"
+        )
     return layers
 
 
@@ -92,7 +98,9 @@ def plain_weight(name: str, module: nn.Module, attribute: str = "weight") -> nn.
     """
     weight = module._parameters.get(attribute)
     if weight is None:
-        raise InputError(f"the {attribute} of {name!r} is computed by a parametrisation and cannot be changed in place")
+        raise InputError(
+            f"the {attribute} of {name!r} is computed by a parametrisation and cannot be changed in place"
+        )
     return weight
 
 
@@ -105,13 +113,17 @@ def as_matrix(name: str, module: nn.Module) -> Tensor:
     """
     weight = weight_of(module)
     if getattr(module, "groups", 1) != 1:
-        raise InputError(f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names=")
+        raise InputError(
+            f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names="
+        )
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         weight = weight.transpose(0, 1)
     return weight.flatten(1)
 
 
-def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor) -> dict[str, tuple[int, ...]]:
+def input_shapes(
+    model: nn.Module, layers: dict[str, nn.Module], example: Tensor
+) -> dict[str, tuple[int, ...]]:
     """Shape without batch of what every layer reads when the model sees `example`; mode and statistics are left as they are.
 
     Args:
@@ -125,7 +137,9 @@ def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor
         shape = tuple(args[0].shape[1:])
         shape = shape[-1:] if isinstance(module, nn.Linear) else shape
         if shapes.setdefault(name, shape) != shape:
-            raise InputError(f"{name!r} is used on inputs of two shapes, {shapes[name]} and {shape}; leave it out")
+            raise InputError(
+                f"{name!r} is used on inputs of two shapes, {shapes[name]} and {shape}; leave it out"
+            )
 
     with ExitStack() as hooks, evaluating(model), torch.no_grad():
         for name, module in layers.items():
@@ -133,12 +147,17 @@ def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor
         model(example)
     missing = [name for name in layers if name not in shapes]
     if missing:
-        raise InputError(f"the forward pass does not use {', '.join(missing)}; leave them out with names=")
+        raise InputError(
+            f"the forward pass does not use {', '.join(missing)}; leave them out with names="
+        )
     return shapes
 
 
 def spatial_sizes(
-    model: nn.Module, kernels: dict[str, nn.Module], input_size: int | tuple[int, ...] | None, example: Tensor | None
+    model: nn.Module,
+    kernels: dict[str, nn.Module],
+    input_size: int | tuple[int, ...] | None,
+    example: Tensor | None,
 ) -> dict[str, tuple[int, ...] | None]:
     """Spatial size of what every convolution reads, from one forward pass; None where neither size nor example is given.
 
@@ -151,7 +170,11 @@ def spatial_sizes(
     if not kernels or (example is None and input_size is None):
         return dict.fromkeys(kernels)
     if example is None:
-        first: Any = next(m for m in model.modules() if isinstance(m, LINEAR_MAPS) and not isinstance(m, nn.Linear))
+        first: Any = next(
+            m
+            for m in model.modules()
+            if isinstance(m, LINEAR_MAPS) and not isinstance(m, nn.Linear)
+        )
         weight = weight_of(first)
         dims = weight.dim() - 2
         size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size or ())

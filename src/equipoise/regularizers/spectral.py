@@ -103,8 +103,14 @@ class SpectralPenalty:
         self.iterations, self.grid = iterations, grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
-            module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
-        kernels = {name: module for name, module in self.layers.items() if not isinstance(module, nn.Linear)}
+            module_kind(
+                module
+            )  # refuses overridden forwards and hooks: their weight says nothing about their norm
+        kernels = {
+            name: module
+            for name, module in self.layers.items()
+            if not isinstance(module, nn.Linear)
+        }
         if bound != "gram" and kernels and example_input is None and input_size is None:
             raise InputError(
                 "the norm of a convolution depends on the size of its input: give input_size=(32, 32), the size of the model's "
@@ -119,10 +125,14 @@ class SpectralPenalty:
             size = self.sizes.get(name)
             if bound != "gram":
                 shape = (layer.in_features,) if size is None else (layer.in_channels, *size)
-                self._vectors[name] = SingularVectors(partial(_linear_map, layer, size), shape, 2, i)
+                self._vectors[name] = SingularVectors(
+                    partial(_linear_map, layer, size), shape, 2, i
+                )
                 self._vectors[name].iterate(10)
             if bound == "proved":
-                self._tracked[name] = TrackedMatrix() if size is None else TrackedConvolution(layer, size)
+                self._tracked[name] = (
+                    TrackedMatrix() if size is None else TrackedConvolution(layer, size)
+                )
 
     @property
     def side(self) -> Kind:
@@ -131,7 +141,9 @@ class SpectralPenalty:
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""
-        with parametrize.cached():  # a computed weight is computed once per call, here and with its graph
+        with (
+            parametrize.cached()
+        ):  # a computed weight is computed once per call, here and with its graph
             for module in self.layers.values():
                 selection.weight_of(module)
             s = self._norms()
@@ -168,7 +180,9 @@ class SpectralPenalty:
             tracked.V = V.clone()
         for name, norm in self._tracked.items():
             prefix = f"proofs.{name}/"
-            norm.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            norm.load_state_dict(
+                {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            )
 
     def _norms(self) -> Tensor:
         for tracked in self._vectors.values():
@@ -208,7 +222,9 @@ def rounded_up(value: float, dtype: torch.dtype) -> Tensor:
     return x if float(x) >= value else torch.nextafter(x, torch.full_like(x, math.inf))
 
 
-def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16) -> Tensor:
+def layer_bound(
+    module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16
+) -> Tensor:
     """Differentiable upper bound of the norm of a layer, by `gram_norm` or `conv_norm`.
 
     Args:

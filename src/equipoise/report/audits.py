@@ -14,7 +14,14 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded, load_model
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded, sealed
+from equipoise.core.files import (
+    Document,
+    NonNegative,
+    atomic_write,
+    parse_document,
+    read_bounded,
+    sealed,
+)
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import with_effective_weights
@@ -125,15 +132,21 @@ def save_audit(audit: Audit, folder: str | Path) -> None:
         folder: of the run.
     """
     document = sealed(audit.model_dump(mode="json"))
-    atomic_write(Path(folder) / NAME, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write(
+        Path(folder) / NAME, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+    )
 
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
-    return parse_document(read_bounded(Path(folder) / NAME), Audit, str(Path(folder) / NAME), sealed=True)
+    return parse_document(
+        read_bounded(Path(folder) / NAME), Audit, str(Path(folder) / NAME), sealed=True
+    )
 
 
-def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None) -> Audit:
+def audit_source(
+    source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None
+) -> Audit:
     """Audit what `source` names: a .pt2 file, a checkpoint directory or package.module:factory.
 
     Args:
@@ -144,9 +157,13 @@ def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...
     loaded = load_model(source, weights)
     try:
         example = example_of(loaded, shape)
-        return audit_network(source, loaded.model, example[0] if isinstance(example, tuple) else example)
+        return audit_network(
+            source, loaded.model, example[0] if isinstance(example, tuple) else example
+        )
     except RuntimeError as error:
-        raise Refused(f"{source} does not take inputs of shape {shape}: {one_line(error)}") from error
+        raise Refused(
+            f"{source} does not take inputs of shape {shape}: {one_line(error)}"
+        ) from error
 
 
 def example_of(loaded: Loaded, shape: tuple[int, ...] | None = None) -> Any:

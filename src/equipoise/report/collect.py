@@ -27,7 +27,9 @@ Floats = NDArray[np.float64]
 GALLERY = "gallery.json"
 #: pictures that one report shows at most
 PICTURES = 36
-Image = Annotated[str, Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/]+={0,2}$", max_length=100_000)]
+Image = Annotated[
+    str, Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/]+={0,2}$", max_length=100_000)
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,11 @@ class Series:
     def inputs(self) -> str:
         """What shares are shares of: "20", or "3 of 20 so far"."""
         done = len(self.ids)
-        return str(done) if self.total is None or done >= self.total else f"{done} of {self.total} so far"
+        return (
+            str(done)
+            if self.total is None or done >= self.total
+            else f"{done} of {self.total} so far"
+        )
 
     @property
     def statuses(self) -> dict[str, int]:
@@ -119,7 +125,9 @@ def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
 
 def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
     """Read `gallery.json`; only PNG data addresses are accepted as images."""
-    return parse_document(read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)).pictures
+    return parse_document(
+        read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)
+    ).pictures
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,11 @@ class ReportData:
     @property
     def models(self) -> tuple[str, ...]:
         """The networks, in order of appearance."""
-        return tuple(dict.fromkeys(p.model for group in (self.audits, self.series, self.attacks) for p in group))
+        return tuple(
+            dict.fromkeys(
+                p.model for group in (self.audits, self.series, self.attacks) for p in group
+            )
+        )
 
 
 def collect(
@@ -185,7 +197,9 @@ def collect(
     runs = {name: open_run(path) for name, path in names.items() if is_run(path)}
     for name, path in names.items():
         if name not in runs and not path.is_file():
-            raise InputError(f"{path} is not a run: it holds no run.json, and is no certification log (.tsv)")
+            raise InputError(
+                f"{path} is not a run: it holds no run.json, and is no certification log (.tsv)"
+            )
     titles = _titles(runs)
     series: list[Series] = []
     attacks: list[Attacks] = []
@@ -198,7 +212,14 @@ def collect(
     for name, path in names.items():
         if name not in runs:
             series.append(_published(name, path))
-            about.append({"run": name, "model": name, "inputs": len(series[-1].ids), "source": "certification log"})
+            about.append(
+                {
+                    "run": name,
+                    "model": name,
+                    "inputs": len(series[-1].ids),
+                    "source": "certification log",
+                }
+            )
             continue
         run, model = runs[name], titles[name]
         attacks += closest(model, name, [str(i) for i in run.ids], run.attacks())
@@ -207,11 +228,17 @@ def collect(
             count, violations = run.contradictions(s.results)
             tried += count
             # a smoothed success is a test on a few draws, one against the network a point that anyone can evaluate
-            verdict = "broken" if run.kind == "proved" else "suspected: `equipoise attack` confirms or withdraws it"
+            verdict = (
+                "broken"
+                if run.kind == "proved"
+                else "suspected: `equipoise attack` confirms or withdraws it"
+            )
             broken += [f"input {v.id} of {name} ({s.procedure}): {verdict}" for v in violations]
         about.append(_about(name, model, run, alpha))
         if not run.finished:
-            remarks.append(f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing.")
+            remarks.append(
+                f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing."
+            )
         if (path / audit_file.NAME).is_file():
             bounds.append(audit_file.load_audit(path).model_copy(update={"model": model}))
         if (path / GALLERY).is_file():
@@ -232,7 +259,9 @@ def collect(
 def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
     """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
     models = {name: run.manifest.model for name, run in runs.items()}
-    namesakes = Counter(source for source, _ in {(model.source, model.hash) for model in models.values()})
+    namesakes = Counter(
+        source for source, _ in {(model.source, model.hash) for model in models.values()}
+    )
     titles = {}
     for name, model in models.items():
         start = model.hash.removeprefix("sha256:")[:8]
@@ -265,7 +294,9 @@ def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series
     """The curve of a run's own procedure, then the plainer one that its draws give too."""
     settings = run.settings
     constant = run.manifest.lipschitz
-    ways: dict[str, dict[str, Any]] = {"adaptive" if settings.adaptive else settings.procedure: {"alpha": alpha}}
+    ways: dict[str, dict[str, Any]] = {
+        "adaptive" if settings.adaptive else settings.procedure: {"alpha": alpha}
+    }
     if run.kind == "proved":
         ways = {run.results().procedure: {}}
     elif settings.soft and constant is not None:
@@ -297,14 +328,14 @@ def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series
 def _published(name: str, path: Path) -> Series:
     """A certification log of somebody else, or of our own export: what it says, not what was checked."""
     log = read_log(path)
-    about = (
-        "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
-    )
+    about = "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
     # a right answer that is not marked correct is not certified
     prediction = np.where(~log.correct & (log.predict == log.label), -1, log.predict)
     radius = np.where(prediction >= 0, log.radius, 0.0)
     failed = np.zeros(len(radius), bool)
-    results = Results(log.label, log.predict, prediction, radius, failed, about, "as published", alpha=math.nan)
+    results = Results(
+        log.label, log.predict, prediction, radius, failed, about, "as published", alpha=math.nan
+    )
     assumption = "unknown: the log does not say what it rests on"
     return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
 
@@ -324,7 +355,9 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
         own = [row for row in stored if row.kind == kind]
         distances: dict[str, float] = {}
         for row in own:
-            reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
+            reached = (
+                (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
+            )
             distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
         kept = tuple(i for i in ids if i in distances)
         settings = {f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}" for row in own}
@@ -339,21 +372,32 @@ def as_document(data: ReportData) -> dict[str, Any]:
     series = []
     for s in data.series:
         r = s.results
-        entry = {name: getattr(s, name) for name in ("model", "run", "procedure", "data", "total", "own", "ids")}
+        entry = {
+            name: getattr(s, name)
+            for name in ("model", "run", "procedure", "data", "total", "own", "ids")
+        }
         entry |= {
-            name: getattr(r, name) for name in ("sigma", "alpha", "about", "labelled", "average_radius", "status")
+            name: getattr(r, name)
+            for name in ("sigma", "alpha", "about", "labelled", "average_radius", "status")
         }
         columns = {"label": r.labels, "prediction": r.prediction, "radius": r.radius}
         entry |= {name: column.tolist() for name, column in columns.items()}
         shares = {str(e): float(r.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
-        series.append({**entry, "inputs": len(s.ids), "statuses": s.statuses, "certified_accuracy": shares})
+        series.append(
+            {**entry, "inputs": len(s.ids), "statuses": s.statuses, "certified_accuracy": shares}
+        )
     return {
         "title": data.title,
         "created": data.created,
         "versions": data.versions,
         "runs": data.runs,
         "series": series,
-        "attacks": [asdict(a) | {"distance": a.distance.tolist(), "inputs": len(a.ids)} for a in data.attacks],
-        "audits": [{**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits],
+        "attacks": [
+            asdict(a) | {"distance": a.distance.tolist(), "inputs": len(a.ids)}
+            for a in data.attacks
+        ],
+        "audits": [
+            {**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits
+        ],
         "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

@@ -17,7 +17,9 @@ Figure = dict[str, Any]
 #: Okabe & Ito's colours, told apart by everyone
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
 STYLES: list[Figure] = [
-    {"color": colour, "dash": dash} for dash in ("solid", "dash", "dot", "dashdot") for colour in PALETTE
+    {"color": colour, "dash": dash}
+    for dash in ("solid", "dash", "dot", "dashdot")
+    for colour in PALETTE
 ]
 #: points of one drawn curve at most
 POINTS = 240
@@ -87,21 +89,34 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
     traces: list[Figure] = []
     for s, name, line in zip(series, labels(series), cycle(STYLES), strict=False):
         x, y = certified_curve(s, end)
-        texts = [f"ε = {format_down(e, 4)}<br>at least {percent(v, 1)} % certified" for e, v in zip(x, y, strict=True)]
+        texts = [
+            f"ε = {format_down(e, 4)}<br>at least {percent(v, 1)} % certified"
+            for e, v in zip(x, y, strict=True)
+        ]
         traces.append(_trace(name, x, y, texts, line=line | {"width": 2.4, "shape": "vh"}))
     for a in attacks:
         x, y = attack_curve(a, end)
         texts = [
-            f"ε = {format_up(e, 4)}<br>at most {format_up(100 * v, 4)} % withstand" for e, v in zip(x, y, strict=True)
+            f"ε = {format_up(e, 4)}<br>at most {format_up(100 * v, 4)} % withstand"
+            for e, v in zip(x, y, strict=True)
         ]
         name = f"attacked: {'network' if a.kind == 'base' else a.kind} ({a.run})"
-        line = {"color": "#7A7A7A", "width": 1.6, "dash": "dot" if a.kind == "base" else "dash", "shape": "hv"}
+        line = {
+            "color": "#7A7A7A",
+            "width": 1.6,
+            "dash": "dot" if a.kind == "base" else "dash",
+            "shape": "hv",
+        }
         traces.append(_trace(name, x, y, texts, line=line, meta="attack"))
     answer = "right" if any(s.results.labelled for s in series) else "any"
     return _figure(
         traces,
         {"title": {"text": "perturbation ε (ℓ2)"}, "range": [0, end]},
-        {"title": {"text": f"share of inputs, {answer} answer"}, "range": [0, 1.02], "tickformat": ".0%"},
+        {
+            "title": {"text": f"share of inputs, {answer} answer"},
+            "range": [0, 1.02],
+            "tickformat": ".0%",
+        },
     )
 
 
@@ -119,7 +134,10 @@ def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
     for s, name, line in zip(series, labels(series), cycle(STYLES), strict=False):
         radius = np.where(s.results.correct, np.minimum(s.results.radius, end), 0.0)
         shares = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
-        texts = [f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs" for e, v in zip(x, shares, strict=True)]
+        texts = [
+            f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs"
+            for e, v in zip(x, shares, strict=True)
+        ]
         traces.append(_trace(name, x, shares, texts, line=line))
     return _figure(
         traces,

@@ -50,7 +50,9 @@ def write_report(data: ReportData, path: str | Path, refresh: int | None = None)
     """
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"a report is an HTML file: give a name that ends in .html, got {path.name!r}")
+        raise InputError(
+            f"a report is an HTML file: give a name that ends in .html, got {path.name!r}"
+        )
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     atomic_write(path, render(data, refresh=refresh))
@@ -76,7 +78,12 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"up": format_up, "down": format_down, "log": show_log, "percent": percent}
+    environment.filters |= {
+        "up": format_up,
+        "down": format_down,
+        "log": show_log,
+        "percent": percent,
+    }
     source = _plotly_source() if plotly is None else plotly
     charts = _charts(data) if source else {}
     caveats = dict.fromkeys(s.results.about.partition(". ")[2] for s in data.series)
@@ -102,7 +109,9 @@ def _charts(data: ReportData) -> dict[str, figures.Figure]:
     for i, model in enumerate(data.models[:PANELS]):
         own = [s for s in data.series if s.model == model]
         if own:
-            charts[f"curves-{i}"] = figures.curves(own, [a for a in data.attacks if a.model == model], end)
+            charts[f"curves-{i}"] = figures.curves(
+                own, [a for a in data.attacks if a.model == model], end
+            )
             charts[f"radii-{i}"] = figures.histogram(own, end)
     for i, audit in enumerate(data.audits[:PANELS]):
         charts[f"shares-{i}"] = figures.layer_shares(audit)
@@ -143,12 +152,16 @@ def data_uri(image: ArrayLike) -> str:
     pixels = np.asarray(image, dtype=np.float64)
     pixels = pixels[None] if pixels.ndim == 2 else pixels
     if pixels.ndim != 3 or len(pixels) not in (1, 3) or pixels.size == 0:
-        raise InputError(f"expected an image (H, W), (1, H, W) or (3, H, W), got shape {np.shape(image)}")
+        raise InputError(
+            f"expected an image (H, W), (1, H, W) or (3, H, W), got shape {np.shape(image)}"
+        )
     rows = np.nan_to_num(pixels.clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
     height, width, channels = rows.shape
     lines = b"".join(b"\0" + row.tobytes() for row in rows)
     header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n"
     for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
-        content += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        content += (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
     return "data:image/png;base64," + base64.b64encode(content).decode()

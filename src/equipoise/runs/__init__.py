@@ -1,10 +1,18 @@
 """Runs over datasets, sampled or proved: one directory each, killed and continued at will."""
 
 from equipoise.runs.attack import Answer, AttackSummary, attack_run, predict_run
-from equipoise.runs.jobs import Job, PreflightReport, certify, merge_runs, preflight, prepare, prove, start
+from equipoise.runs.jobs import (
+    Job,
+    PreflightReport,
+    certify,
+    merge_runs,
+    preflight,
+    prepare,
+    prove,
+    start,
+)
 from equipoise.runs.run import Results, Run, Summary, Violation, open_run
-from equipoise.runs.settings import Settings, is_run, versions
-from equipoise.runs.store import AttackRow, Row
+from equipoise.runs.store import AttackRow, Row, Settings, is_run, versions
 
 __all__ = [
     "Answer", "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",

@@ -15,12 +15,10 @@ from torch import Tensor
 from equipoise.attacks import misclassified, pgd, smooth_pgd
 from equipoise.core.bounds import format_down
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
-from equipoise.runs.inputs import InputId, Inputs, Item, Selection
 from equipoise.runs.jobs import Job, prepare, usable_device
-from equipoise.runs.models import portable
 from equipoise.runs.run import Run, Violation, as_levels, open_run
-from equipoise.runs.settings import differences
-from equipoise.runs.store import AttackRow, Row, Store, locked
+from equipoise.runs.sources import InputId, Inputs, Item, Selection, portable
+from equipoise.runs.store import AttackRow, Row, Store, differences, locked
 from equipoise.runs.workers import TaskSpec, require_dimension
 from equipoise.smoothing import Stream
 from equipoise.smoothing.noise import noise_key
@@ -65,7 +63,9 @@ class AttackSummary:
         plain = asdict(self)
         certified = plain.pop("certified")
         shares = self.accuracy.items()
-        plain["accuracy"] = [{"epsilon": e, "certified": certified[e], "attacked": share} for e, share in shares]
+        plain["accuracy"] = [
+            {"epsilon": e, "certified": certified[e], "attacked": share} for e, share in shares
+        ]
         return plain
 
     def lines(self) -> list[str]:
@@ -78,9 +78,13 @@ class AttackSummary:
         ]
         for v in self.broken:
             radius, distance = format_down(v.radius, 6), format_down(v.distance, 6)
-            lines.append(f"VIOLATION at input {v.id}: certified radius {radius}, broken at {distance}")
+            lines.append(
+                f"VIOLATION at input {v.id}: certified radius {radius}, broken at {distance}"
+            )
         for name, reason in [*self.failures.items()][:1]:
-            lines.append(f"{len(self.failures)} inputs could not be attacked; the first, {name}: {reason}")
+            lines.append(
+                f"{len(self.failures)} inputs could not be attacked; the first, {name}: {reason}"
+            )
         return lines
 
 
@@ -129,7 +133,9 @@ def attack_run(
     job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
     changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
     if changes:
-        raise Refused(f"{run.folder} is a run of another model or other data ({'; '.join(changes)})")
+        raise Refused(
+            f"{run.folder} is a run of another model or other data ({'; '.join(changes)})"
+        )
     if not job.inputs.labelled:
         raise InputError(f"{job.inputs.name} has no labels: an attack needs them")
 
@@ -143,7 +149,9 @@ def attack_run(
         for count, row in enumerate(rows, 1):
             radii = attacker.radii(row, levels)
             if any((row.id, epsilon) not in stored for epsilon in radii):
-                fresh = attacker.attack(job.inputs.attempt(row.position, run.settings.num_classes), radii)
+                fresh = attacker.attack(
+                    job.inputs.attempt(row.position, run.settings.num_classes), radii
+                )
                 store.put_attacks(fresh)
                 stored |= {(new.id, new.epsilon): new.success for new in fresh}
             if progress is not None:
@@ -218,12 +226,18 @@ class _Attacker:
             raise
         except Exception as error:  # whatever the user's own code raises
             shape = tuple(item.x.shape)
-            raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}") from error
+            raise InputError(
+                f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}"
+            ) from error
 
     def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
         x = item.x[None].to(self.job.device)
         y = torch.tensor([item.label], device=self.job.device)
-        settings: dict[str, Any] = {"steps": self.steps, "restarts": self.restarts, "seed": self.seed}
+        settings: dict[str, Any] = {
+            "steps": self.steps,
+            "restarts": self.restarts,
+            "seed": self.seed,
+        }
         fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
         def counts(z: Tensor, distance: float) -> bool:
@@ -247,7 +261,9 @@ class _Attacker:
                     result = pgd(self.module, x, y, epsilon, **settings)
                 else:
                     classifier = self._spec(self.seed).classifier()
-                    result = smooth_pgd(classifier, x, y, epsilon, check_draws=self.votes, alpha=SUCCESS, **settings)
+                    result = smooth_pgd(
+                        classifier, x, y, epsilon, check_draws=self.votes, alpha=SUCCESS, **settings
+                    )
                 distance = float(result.distance[0])
                 if bool(result.success[0]) and counts(result.adversarial.to(x.dtype), distance):
                     reached = distance
@@ -255,7 +271,9 @@ class _Attacker:
                 "success": reached <= epsilon,
                 "distance": reached if reached <= epsilon else None,
             }
-            rows.append(AttackRow(id=item.id, kind=self.kind, epsilon=epsilon, **outcome, **settings))
+            rows.append(
+                AttackRow(id=item.id, kind=self.kind, epsilon=epsilon, **outcome, **settings)
+            )
         return rows
 
     def _wrong(self, x: Tensor, y: Tensor, seed: int, draws: int, level: float) -> bool:
@@ -309,14 +327,20 @@ def predict_run(
     otherwise it abstains. Certificates of the run are about these answers. Reference: Cohen et al. 2019, PREDICT.
     """
     if not 1 <= n <= 10**10 or not 0 < alpha < 1:
-        raise InputError(f"the number of draws must be positive and alpha between 0 and 1, got {n} and {alpha}")
+        raise InputError(
+            f"the number of draws must be positive and alpha between 0 and 1, got {n} and {alpha}"
+        )
     settings = run.settings
     network = portable(model)
     if network.hash != run.manifest.model.hash:
-        raise InputError(f"{run.folder} certifies another model than {network.source}: nothing of it holds for it")
+        raise InputError(
+            f"{run.folder} certifies another model than {network.source}: nothing of it holds for it"
+        )
     sampled = run.kind == "sampled"
     if sampled and settings.soft:
-        raise Refused("answers are majority votes, but this run certifies soft scores: certify the inputs instead")
+        raise Refused(
+            "answers are majority votes, but this run certifies soft scores: certify the inputs instead"
+        )
 
     inputs = Inputs.of(dataset)
     module = network.network(usable_device(device))
@@ -329,7 +353,11 @@ def predict_run(
             require_dimension(settings, item.x)
             x = item.x[None].to(device)
             with torch.inference_mode():
-                answer = module(x).argmax() if classifier is None else classifier.predict(x, n, alpha, ids=[item.id])[0]
+                answer = (
+                    module(x).argmax()
+                    if classifier is None
+                    else classifier.predict(x, n, alpha, ids=[item.id])[0]
+                )
         except (EquipoiseError, OSError) as error:
             yield Answer(inputs.ids[position], -1, -1, str(error))
             continue

@@ -20,26 +20,27 @@ from torch import Tensor
 from equipoise.attacks import checked_logits
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
-from equipoise.runs.inputs import Inputs, Item, check_label
-from equipoise.runs.models import Portable, denoised, portable
 from equipoise.runs.run import Run, open_run
-from equipoise.runs.settings import (
+from equipoise.runs.sources import Inputs, Item, Portable, check_label, denoised, portable
+from equipoise.runs.store import NAME as STORE
+from equipoise.runs.store import (
     Constant,
     DataRecord,
     Manifest,
     ModelRecord,
     Recipe,
+    Row,
     Settings,
+    Store,
     as_path,
     differences,
     is_run,
+    locked,
     map_text,
     parse_map,
     read_manifest,
     require_same,
 )
-from equipoise.runs.store import NAME as STORE
-from equipoise.runs.store import Row, Store, locked
 from equipoise.runs.workers import ProvedWorker, TaskSpec, run_on_ray
 from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.noise import fresh_seed, is_image, power_of_two
@@ -75,7 +76,9 @@ class Job:
         settings = self.settings
         if settings.seed_source == "system":
             settings = settings.model_copy(update={"seed": None})
-        digest = self.manifest.model_copy(update={"settings": settings}).digest().removeprefix("sha256:")
+        digest = (
+            self.manifest.model_copy(update={"settings": settings}).digest().removeprefix("sha256:")
+        )
         command = "certify" if settings.kind == "sampled" else "prove"
         return Path("runs") / f"{command}-{digest[:12]}"
 
@@ -94,7 +97,13 @@ class Job:
         manifest = manifest or self.manifest
         network = manifest.stretched(manifest.lipschitz)
         return TaskSpec(
-            self.model, manifest.settings, manifest.simplex, network, self.batch_size, self.device, self.example
+            self.model,
+            manifest.settings,
+            manifest.simplex,
+            network,
+            self.batch_size,
+            self.device,
+            self.example,
         )
 
 
@@ -150,7 +159,9 @@ def certify(
     if denoiser is not None:
         model = denoised(denoiser, model)
     job = prepare(model, dataset, checked, batch_size=batch_size, name=name)
-    return start(job, run_dir, workers=workers, address=address, progress=progress, retry_failed=retry_failed)
+    return start(
+        job, run_dir, workers=workers, address=address, progress=progress, retry_failed=retry_failed
+    )
 
 
 def prove(
@@ -175,7 +186,7 @@ def prove(
         name: of the data, for the record.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
-        **settings: `norm`, `effort`, `seconds`, `deployed` (see `Settings`), and skip, limit, stride, balanced.
+        **settings: `norm`, `effort`, `epsilon`, `seconds`, `deployed` (see `Settings`), and skip, limit, stride, balanced.
 
     Returns:
         The finished run.
@@ -215,7 +226,9 @@ def prepare(
         recipe: how a command loads model and data again.
     """
     if isinstance(dataset, str | Path):
-        raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
+        raise InputError(
+            f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})"
+        )
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size must be a positive whole number, got {batch_size!r}")
     network = portable(model)
@@ -238,9 +251,13 @@ def prepare(
         with torch.inference_mode():
             classes = checked_logits(network.network(device), first[None].to(device)).shape[1]
     if classes < 2:
-        raise InputError(f"a classifier has at least two classes, the model returned {classes} logit")
+        raise InputError(
+            f"a classifier has at least two classes, the model returned {classes} logit"
+        )
     if inputs.num_classes is not None and inputs.num_classes > classes:
-        raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
+        raise InputError(
+            f"the data has {inputs.num_classes} classes, the model returns {classes} logits"
+        )
     if inputs.labelled and inputs.labels is not None:
         for position in positions:
             check_label(inputs.ids[position], inputs.labels[position], classes)
@@ -276,7 +293,9 @@ def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[
     Noise is exact for 8-bit data unless a constant is used. Whether the data is 8-bit is judged by a few inputs; should
     another one lie beside the grid, it will be a failed row.
     """
-    image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
+    image = all(
+        is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8)
+    )
     noise = settings.noise or ("grid" if image and settings.lipschitz is None else "float")
     cells = 255.0 if image else power_of_two(settings.levels.sigma)
     unseeded = settings.seed is None
@@ -317,7 +336,10 @@ def start(
             done = {row.id for row in store.rows()}
             waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if waiting:
-                items = (job.inputs.attempt(position, manifest.settings.num_classes) for position in waiting)
+                items = (
+                    job.inputs.attempt(position, manifest.settings.num_classes)
+                    for position in waiting
+                )
                 with contextlib.closing(_rows(job, manifest, items, workers, address)) as rows:
                     for count, row in enumerate(rows, len(done) + 1):
                         store.put([row])  # one transaction each
@@ -343,7 +365,9 @@ def _open(job: Job, folder: Path) -> Manifest:
         require_same(folder, manifest, job.manifest)
         return manifest
     if (folder / STORE).exists():
-        raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
+        raise Refused(
+            f"{folder} holds a store but no run.json: restore it, or use another run directory"
+        )
 
     fixed: dict[str, Any] = {}
     if job.settings.kind == "proved":
@@ -370,7 +394,9 @@ def _fixed_constant(job: Job) -> Constant | None:
     else:
         upper = lipschitz_bound(job.model.payload, job.example[None].to(job.device)).upper
     if upper == math.inf:
-        raise Refused("the Lipschitz bound of this network exceeds the floats: leave --lipschitz out")
+        raise Refused(
+            "the Lipschitz bound of this network exceeds the floats: leave --lipschitz out"
+        )
     return Constant(value=upper, source="computed")
 
 
@@ -402,7 +428,9 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
         )
     n, sigma, alpha = settings.n, settings.levels.sigma, settings.alpha
-    maps = choose_map(np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network)
+    maps = choose_map(
+        np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network
+    )
     return map_text(maps[0])
 
 
@@ -464,25 +492,35 @@ def preflight(job: Job) -> PreflightReport:
     """
     model = job.model.network(job.device)
     sigma = job.settings.sigma or 0.0
-    items = [item for item in job.inputs.some(job.positions, PREFLIGHT) if item.x.shape == job.example.shape]
+    items = [
+        item
+        for item in job.inputs.some(job.positions, PREFLIGHT)
+        if item.x.shape == job.example.shape
+    ]
     x = torch.stack([item.x for item in items])
     labels = torch.tensor([item.label for item in items])
 
     def accuracy(batch: Tensor) -> float:
         with torch.inference_mode():
-            answers = torch.cat([model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)])
+            answers = torch.cat(
+                [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
+            )
         return float((answers == labels).double().mean())
 
     clean = accuracy(x)
     began = time.perf_counter()
-    noisy = accuracy(x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x))
+    noisy = accuracy(
+        x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    )
     seconds = (time.perf_counter() - began) / len(x)
     if not job.inputs.labelled:
         return PreflightReport(len(items), None, None, seconds)
 
     chance = float(labels.unique(return_counts=True)[1].max() / len(labels))
     warning = ""
-    if len(labels) >= 10 and (clean <= min(chance + 1.5 / math.sqrt(len(labels)), 0.7) or noisy < 0.8 * clean):
+    if len(labels) >= 10 and (
+        clean <= min(chance + 1.5 / math.sqrt(len(labels)), 0.7) or noisy < 0.8 * clean
+    ):
         warning = (
             f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained, under noise "
             "of this sigma or behind a denoiser, the inputs scaled as in training (--mean, --std), the "
@@ -531,10 +569,14 @@ def _joint_manifest(runs: Sequence[Run]) -> Manifest:
     for run in runs:
         changes = differences(first, run.manifest, ("inputs", "total"))
         if changes:
-            raise Refused(f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(changes)})")
+            raise Refused(
+                f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(changes)})"
+            )
         for name in run.ids:
             if name in owner:
-                raise Refused(f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs")
+                raise Refused(
+                    f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs"
+                )
             owner[name] = run.folder
 
     inputs = tuple(s for run in runs for s in run.settings.inputs)

@@ -1,4 +1,11 @@
-"""A run directory opened for reading: rows, radii at any risk, a summary, attacks, exports."""
+"""A run directory opened for reading: rows, radii at any risk, a summary, attacks, exports.
+
+What may be derived soundly from stored statistics. Buckets, class and map come from the selection sample (or earlier), so
+another α or another procedure on the same counts keeps *its* risk. Votes serve every vote procedure. Soft moments were taken
+for the buckets planned when sampling: α, the shares and the constant may change, the buckets not. A sample that was stopped by
+looking at it admits anytime-valid bounds only. Each derivation keeps its own α; looking at many and publishing the best is not
+covered.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +24,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy, percent
-from equipoise.core.bounds import format_down
-from equipoise.core.errors import InputError
+from equipoise.core.bounds import as_upper, format_down
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write
-from equipoise.runs.derive import derive
-from equipoise.runs.inputs import InputId
-from equipoise.runs.settings import Kind, Settings, as_path, read_manifest
-from equipoise.runs.store import AttackRow, Row, Store, locked
+from equipoise.runs.sources import InputId
+from equipoise.runs.store import (
+    AttackRow,
+    Constant,
+    Kind,
+    Manifest,
+    Row,
+    Settings,
+    Store,
+    as_path,
+    locked,
+    read_manifest,
+)
 from equipoise.smoothing import Certificates
+from equipoise.smoothing.bounds import Moments
+from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
+from equipoise.smoothing.derive import derive as derive_sample
+from equipoise.smoothing.planning import stored_plan
+from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
+from equipoise.smoothing.simplex import map_smoothness
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -142,7 +164,8 @@ class Summary:
         """Plain data, for JSON."""
         key = "certified_accuracy" if self.results.labelled else "certified_share"
         plain = {
-            name: getattr(self.results, name) for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
+            name: getattr(self.results, name)
+            for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
         }
         rows = self.run.rows
         return plain | {
@@ -185,6 +208,120 @@ class Summary:
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def derive(
+    manifest: Manifest,
+    rows: list[Row],
+    alpha: float | None = None,
+    procedure: str | None = None,
+    lipschitz: Any = None,
+    target_radius: float | None = None,
+) -> Certificates:
+    """Certificates of the stored rows, in their order; failed rows abstain.
+
+    Args:
+        manifest: of the run.
+        rows: what was stored.
+        alpha: risk per input, default that of the run.
+        procedure: default that of the run; refused where the stored statistics do not carry it.
+        lipschitz: another upper bound of the network's constant, for soft runs.
+        target_radius: another target, for adaptive runs with a target.
+
+    Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
+    """
+    settings = manifest.settings
+    if settings.kind == "proved":
+        raise InputError(
+            "a proved run holds radii without risk: there are no certificates to derive"
+        )
+    if not rows:
+        raise InputError("the run has no finished inputs yet")
+    alpha = settings.alpha if alpha is None else alpha
+    own = procedure is None or (settings.adaptive and procedure == "adaptive")
+    row = settings.row if own else find_procedure(str(procedure))
+    _require_sound(settings, row, lipschitz, target_radius)
+
+    constant = manifest.lipschitz
+    if lipschitz is not None:
+        bound = as_upper(lipschitz, "Lipschitz constant of the network")
+        constant = Constant.model_construct(value=bound, source="given")
+    network = manifest.stretched(constant)
+
+    noise = settings.noise_law()
+    soft = settings.soft and row.soft
+    places = [i for i, stored in enumerate(rows) if stored.failure is None]
+    members = [rows[i] for i in places]
+    parts = []
+    if members:
+        if manifest.scored and row.soft:
+            sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+        else:
+            sample = _votes(settings, members, row, target_radius)
+        parts = [(places, derive_sample(sample, row, noise.setting(alpha, "")))]
+
+    about = f"the majority vote of the network under {noise}"
+    if soft:
+        about = f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
+    name = "adaptive" if settings.adaptive else row.name
+    certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
+    if constant is not None and soft:
+        certificates.details["lipschitz"] = str(constant)
+    return certificates
+
+
+def _require_sound(
+    settings: Settings, row: Procedure, lipschitz: Any, target: float | None
+) -> None:
+    """Refuse what the stored statistics cannot carry, and say why."""
+    scores_only = row.soft and not row.hard
+    if settings.adaptive:
+        if scores_only:
+            raise Refused(
+                f"this run stopped each input by looking at its votes, and {row.name!r} works on soft scores: only vote "
+                "procedures, alpha and the target radius can change"
+            )
+        if target is not None and not target > 0:
+            raise InputError(f"the target radius must be a positive number, got {target}")
+    elif target is not None:
+        raise InputError(
+            "target_radius belongs to adaptive runs; for certified accuracy at ε give epsilon"
+        )
+    if scores_only and not settings.soft:
+        raise Refused(
+            f"{row.name!r} needs soft scores, this run stored votes only: sample again with --procedure {row.name}"
+        )
+    if lipschitz is not None and not (settings.soft and row.soft):
+        raise Refused(
+            "votes have no Lipschitz constant: it can be given for runs and procedures of soft scores only"
+        )
+
+
+def _votes(
+    settings: Settings, rows: list[Row], row: Procedure, target: float | None
+) -> Votes | Stopped:
+    selection = np.array([r.selection for r in rows], dtype=np.float64)
+    estimation = np.array([r.estimation for r in rows], dtype=np.float64)
+    draws = np.array([r.draws for r in rows], dtype=np.float64)
+    votes = Votes(selection, estimation, draws)
+    return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
+
+
+def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
+    softs = [r.soft for r in rows if r.soft is not None]
+    width = max(len(s.moments[0]) for s in softs)
+    stacked = np.zeros((4, len(softs), width))
+    for i, s in enumerate(softs):
+        stacked[:, i, : len(s.moments[0])] = s.moments
+
+    order = np.array([s.order for s in softs], dtype=np.int64)
+    singles = np.array([s.singles for s in softs])
+    direct = np.array([s.direct for s in softs])
+    plan = stored_plan(row, Partition(order, singles), direct, stacked[0])
+    assert manifest.simplex is not None
+    smoothness = map_smoothness(manifest.simplex, manifest.settings.num_classes or 0, network)
+    moments = Moments(np.array([float(r.draws) for r in rows]), *stacked)
+    return Scores(plan, moments, smoothness)
 
 
 @dataclass(frozen=True)
@@ -258,7 +395,9 @@ class Run:
         """Whether every input was worked off, failed ones included."""
         return len(self.rows) >= self.total
 
-    def certificates(self, alpha: float | None = None, procedure: str | None = None, **changes: Any) -> Certificates:
+    def certificates(
+        self, alpha: float | None = None, procedure: str | None = None, **changes: Any
+    ) -> Certificates:
         """Certificates of a sampled run, without a forward pass.
 
         Args:
@@ -269,7 +408,9 @@ class Run:
         """
         return derive(self.manifest, self.rows, alpha, procedure, **changes)
 
-    def results(self, alpha: float | None = None, procedure: str | None = None, **changes: Any) -> Results:
+    def results(
+        self, alpha: float | None = None, procedure: str | None = None, **changes: Any
+    ) -> Results:
         """What the run certifies, input by input.
 
         Args:
@@ -284,10 +425,23 @@ class Run:
             c = self.certificates(alpha, procedure, **changes)
             answer = c.prediction.astype(np.int64)
             notes = self._notes(c)
-            return Results(self.labels, answer, answer, c.radius, failed, c.about, c.procedure, c.alpha, c.sigma, notes)
+            return Results(
+                self.labels,
+                answer,
+                answer,
+                c.radius,
+                failed,
+                c.about,
+                c.procedure,
+                c.alpha,
+                c.sigma,
+                notes,
+            )
 
         if any(value is not None for value in (alpha, procedure, *changes.values())):
-            raise InputError("a proved run has no risk and no procedure: there is nothing to derive anew")
+            raise InputError(
+                "a proved run has no risk and no procedure: there is nothing to derive anew"
+            )
         ball = _BALL[self.settings.norm]
         about = (
             f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball, for the real "
@@ -298,13 +452,18 @@ class Run:
         radius = self._column("radius").astype(np.float64)
         prediction = np.where(radius > 0, answer, -1)
         notes = tuple(filter(None, [self.manifest.note]))
-        return Results(self.labels, answer, prediction, radius, failed, about, procedure, notes=notes)
+        return Results(
+            self.labels, answer, prediction, radius, failed, about, procedure, notes=notes
+        )
 
     def _notes(self, certificates: Certificates) -> tuple[str, ...]:
         """Another derivation than the run's own, and what it assumes."""
         settings = self.settings
         notes = []
-        if certificates.alpha != settings.alpha or certificates.procedure not in (settings.procedure, "adaptive"):
+        if certificates.alpha != settings.alpha or certificates.procedure not in (
+            settings.procedure,
+            "adaptive",
+        ):
             own = "adaptive" if settings.adaptive else settings.procedure
             notes.append(
                 f"Derived again (the run was made for {own} at alpha {settings.alpha:g}): alpha covers one derivation "
@@ -314,7 +473,9 @@ class Run:
             notes.append(f"Lipschitz constant of the network: {certificates.details['lipschitz']}.")
         return tuple(notes)
 
-    def summary(self, epsilons: Sequence[float] | None = None, *, results: Results | None = None) -> Summary:
+    def summary(
+        self, epsilons: Sequence[float] | None = None, *, results: Results | None = None
+    ) -> Summary:
         """Certified accuracy at each ε and the rest.
 
         Args:
@@ -332,7 +493,9 @@ class Run:
 
     def _levels(self, results: Results) -> list[float]:
         if self.settings.target_radius is not None:
-            return sorted({self.settings.target_radius, *results.radius[results.radius > 0].tolist()})
+            return sorted(
+                {self.settings.target_radius, *results.radius[results.radius > 0].tolist()}
+            )
         if self.kind == "sampled":
             return [k * results.sigma / 2 for k in range(7)]
         largest = float(np.quantile(results.radius, 0.98))
@@ -344,7 +507,9 @@ class Run:
         Args:
             results: the certificates.
         """
-        return dict(zip(self.ids, np.where(results.correct, results.radius, 0.0).tolist(), strict=True))
+        return dict(
+            zip(self.ids, np.where(results.correct, results.radius, 0.0).tolist(), strict=True)
+        )
 
     def contradictions(self, results: Results) -> tuple[int, list[Violation]]:
         """How many inputs were attacked inside their certified radius, and the certificates that broke.
@@ -389,14 +554,18 @@ class Run:
         elif path.suffix == ".jsonl":
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         else:
-            raise InputError(f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl")
+            raise InputError(
+                f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl"
+            )
         atomic_write(path, text)
         return path
 
     def _records(self, results: Results) -> list[dict[str, Any]]:
         """One record per input, without the time: the same for every repetition of a run."""
         records = []
-        for row, answer, radius, status in zip(self.rows, results.answer, results.radius, results.status, strict=True):
+        for row, answer, radius, status in zip(
+            self.rows, results.answer, results.radius, results.status, strict=True
+        ):
             record = {
                 "id": row.id,
                 "position": row.position,
@@ -430,7 +599,9 @@ def as_levels(values: Any) -> list[float]:
     try:
         levels = [float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise InputError(f"expected radii such as [0.25, 0.5], got {type(values).__name__}") from error
+        raise InputError(
+            f"expected radii such as [0.25, 0.5], got {type(values).__name__}"
+        ) from error
     if not all(0 <= level < math.inf for level in levels):
         raise InputError(f"radii must be finite and non-negative, got {levels}")
     return levels

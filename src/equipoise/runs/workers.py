@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.lipschitz.local.radius import Certifier
-from equipoise.runs.inputs import Item
-from equipoise.runs.models import Batched, Portable, hash_module
-from equipoise.runs.settings import Settings, versions
-from equipoise.runs.store import Row, SoftVotes
+from equipoise.runs.sources import Batched, Item, Portable, hash_module
+from equipoise.runs.store import Row, Settings, SoftVotes, versions
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive
 from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.procedures import Ints
@@ -68,7 +66,9 @@ class TaskSpec:
         settings = self.settings
         module = self.model.build(self.device)
         size = self.model.batch or self.batch_size
-        if size is not None and (size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)):
+        if size is not None and (
+            size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)
+        ):
             module = Batched(module, size)
         classifier = SmoothedClassifier(
             module,
@@ -104,7 +104,9 @@ class Worker:
             raise
         except Exception as error:  # whatever the user's own code raises
             shape = tuple(item.x.shape)
-            raise InputError(f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}") from error
+            raise InputError(
+                f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}"
+            ) from error
         seconds = max(0.0, time.process_time() - start)
         return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
 
@@ -160,7 +162,9 @@ class SampledWorker(Worker):
             order=tuple(plan.partition.order[0].tolist()),
             singles=int(plan.partition.singles[0]),
             direct=bool(plan.direct[0]),
-            moments=tuple(tuple(part[0].tolist()) for part in (m.shift, m.first, m.second, m.cross)),
+            moments=tuple(
+                tuple(part[0].tolist()) for part in (m.shift, m.first, m.second, m.cross)
+            ),
         )
 
     def _adaptive(self, item: Item, x: Tensor) -> int:
@@ -223,7 +227,12 @@ class ProvedWorker(Worker):
         self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         x = spec.example.to(self.dtype)
         self.certifier = Certifier.of(
-            module, x[None], norm=settings.norm, effort=settings.effort, rtol=RTOL, deployed=settings.deployed
+            module,
+            x[None],
+            norm=settings.norm,
+            effort=settings.effort,
+            rtol=RTOL,
+            deployed=settings.deployed,
         )
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
@@ -236,9 +245,14 @@ class ProvedWorker(Worker):
         assert self.spec.example is not None
         expected = tuple(self.spec.example.shape)
         if tuple(x.shape) != expected:
-            raise Refused(f"the input has shape {tuple(x.shape)}, the inputs of this run have {expected}")
+            raise Refused(
+                f"the input has shape {tuple(x.shape)}, the inputs of this run have {expected}"
+            )
         label = torch.tensor([item.label]) if item.label >= 0 else None
-        radii = self.certifier.radii(x.to(self.dtype)[None], label, seconds=self.spec.settings.seconds)
+        settings = self.spec.settings
+        radii = self.certifier.radii(
+            x.to(self.dtype)[None], label, epsilon=settings.epsilon, seconds=settings.seconds
+        )
         radius = float(radii.radius[0])
         return {
             "answer": int(radii.predictions[0]),
@@ -264,7 +278,11 @@ class RayWorker:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         spec: TaskSpec = pickle.loads(payload)  # only now: its classes may lie on that path
         here = _software(spec)
-        wrong = [f"{name} {here[name]} instead of {value}" for name, value in expected.items() if here[name] != value]
+        wrong = [
+            f"{name} {here[name]} instead of {value}"
+            for name, value in expected.items()
+            if here[name] != value
+        ]
         if wrong:
             raise Refused(
                 f"a worker has {', '.join(wrong)}: its numbers may differ; install the same files and versions everywhere"
@@ -281,12 +299,16 @@ class RayWorker:
 def _software(spec: TaskSpec) -> dict[str, str]:
     """Versions, and the digest of the model's code where it is read from files."""
     payload = spec.model.payload
-    if not isinstance(payload, nn.Module) or any(type(m).__module__ == "__main__" for m in payload.modules()):
+    if not isinstance(payload, nn.Module) or any(
+        type(m).__module__ == "__main__" for m in payload.modules()
+    ):
         return versions() | {"code": ""}
     return versions() | {"code": hash_module(payload)}
 
 
-def run_on_ray(spec: TaskSpec, items: Iterator[Item], workers: int, address: str | None) -> Iterator[Row]:
+def run_on_ray(
+    spec: TaskSpec, items: Iterator[Item], workers: int, address: str | None
+) -> Iterator[Row]:
     """Yield a row for every item, in any order; closing the generator stops the work.
 
     Args:
@@ -313,12 +335,16 @@ def run_on_ray(spec: TaskSpec, items: Iterator[Item], workers: int, address: str
         if started:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             # a cluster of our own listens on the loopback address alone
-            own: dict[str, Any] = {"num_cpus": workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+            own: dict[str, Any] = {
+                "num_cpus": workers,
+                "_node_ip_address": "127.0.0.1",
+                "include_dashboard": False,
+            }
             common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
             ray.init(address=address or "local", **common, **({} if address else own))
-        kind: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3)(
-            RayWorker
-        )
+        kind: Any = ray.remote(
+            num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3
+        )(RayWorker)
         payload = ray.put(ray.cloudpickle.dumps(spec))
         team += [kind.remote(payload, path, _software(spec)) for _ in range(workers)]
 

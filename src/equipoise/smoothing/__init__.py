@@ -7,6 +7,7 @@ e-processes in `intervals`, noise in `noise`, simplex maps in `simplex`, determi
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.smoothing.certificates import Certificates, read_log
 from equipoise.smoothing.classifier import Denoised, SmoothedClassifier
+from equipoise.smoothing.conformal import RobustConformal
 from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import betting, clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.margins import margin_radius
@@ -15,10 +16,12 @@ from equipoise.smoothing.procedures import PROCEDURES, Option, Procedure, Split
 from equipoise.smoothing.radii import radius_mono, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.simplex import SimplexMap, choose_map
 from equipoise.smoothing.stopping import certify_adaptive
+from equipoise.smoothing.tokens import ablation_substitutions, certified_substitutions
 
 __all__ = [
-    "PROCEDURES", "Certificates", "Denoised", "Option", "Procedure", "SimplexMap", "SmoothedClassifier", "Split",
-    "Stream", "average_certified_radius", "betting", "certified_accuracy", "certify_adaptive", "certify_counts",
+    "PROCEDURES", "Certificates", "Denoised", "Option", "Procedure", "RobustConformal", "SimplexMap", "SmoothedClassifier",
+    "Split", "Stream", "ablation_substitutions", "average_certified_radius", "betting", "certified_accuracy",
+    "certified_substitutions", "certify_adaptive", "certify_counts",
     "certify_scores", "choose_map", "clopper_pearson", "empirical_bernstein", "hoeffding", "margin_radius",
     "radius_mono", "radius_multi", "radius_multi_lipschitz", "read_log",
 ]  # fmt: skip

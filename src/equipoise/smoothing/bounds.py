@@ -20,10 +20,15 @@ from equipoise.smoothing.intervals import (
     complement,
     empirical_bernstein,
     lipschitz_interval,
-    randomized_binomial,
 )
 from equipoise.smoothing.procedures import Partition
-from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
+from equipoise.smoothing.radii import (
+    positive,
+    radius_mono,
+    radius_mono_lipschitz,
+    radius_multi,
+    radius_multi_lipschitz,
+)
 from equipoise.smoothing.ramp import Floats
 
 
@@ -105,7 +110,11 @@ class Moments:
     def gap(self) -> tuple[Floats, Floats]:
         """Mean and unbiased variance (rounded up) of the direct margin `h_b = (1 + Z_0 − Z_b)/2` for every b."""
         mean = self.mean
-        total = (self._centred(self.second)[:, :1] + self._centred(self.second) - 2 * self._centred(self.cross)) / 4
+        total = (
+            self._centred(self.second)[:, :1]
+            + self._centred(self.second)
+            - 2 * self._centred(self.cross)
+        ) / 4
         return (1 + mean[:, :1] - mean) / 2, self._var(self.second + self.second[:, :1], total)
 
     def _var(self, size: Floats, centred: Floats) -> Floats:
@@ -205,12 +214,11 @@ def count_bounds(
     noise: Gaussian,
     top: Floats,
     rival: Floats,
-    ties: Floats | None = None,
 ) -> Bounds:
     """Clopper–Pearson at risk `top` for the selected class and at `rival` for every other bucket, then `radius_multi`.
 
     The upper bound grows with the count, so the largest bucket decides; `p̄ ≤ 1 − p̲` comes free on the same event.
-    Rows without a draw certify nothing. `ties` (N, 2) are uniform numbers drawn before the sample: randomized bounds.
+    Rows without a draw certify nothing.
 
     Args:
         counts: votes, (N, c) or per bucket (N, B).
@@ -219,30 +227,31 @@ def count_bounds(
         noise: its level and variation.
         top: risk (N,) of the lower bound of the class.
         rival: risk (N,) of the upper bound of each other bucket.
-        ties: uniform numbers (N, 2) drawn before the sample, or None.
     """
     hits = partition.gather(counts.astype(np.float64))
     n = np.maximum(n, 1.0)
-    lower = noise.below(_binomial(hits[:, 0], n, top, None if ties is None else ties[:, 0]))
+    lower = noise.below(clopper_pearson(hits[:, 0], n, top, "lower"))
     upper = complement(lower)
     several = partition.buckets > 2
     if several.any():
         most = hits[several, 1:].max(axis=1)
-        u = None if ties is None else ties[several, 1]
-        bound = complement(_binomial(n[several] - most, n[several], np.broadcast_to(rival, n.shape)[several], u))
+        bound = complement(
+            clopper_pearson(
+                n[several] - most, n[several], np.broadcast_to(rival, n.shape)[several], "lower"
+            )
+        )
         spread = np.broadcast_to(np.asarray(noise.variation, dtype=np.float64), n.shape)[several]
         upper[several] = np.minimum(upper[several], Gaussian(noise.sigma, spread).above(bound))
     return Bounds(lower, upper, radius_multi(lower, upper, noise.sigma))
 
 
-def _binomial(k: Floats, n: Floats, risk: Any, ties: Floats | None) -> Floats:
-    if ties is None:
-        return clopper_pearson(k, n, risk, "lower")
-    return randomized_binomial(k, n, risk, ties)
-
-
 def moment_bounds(
-    moments: Moments, partition: Partition, noise: Gaussian, top: Any, rival: Any, smoothness: Smoothness = UNKNOWN
+    moments: Moments,
+    partition: Partition,
+    noise: Gaussian,
+    top: Any,
+    rival: Any,
+    smoothness: Smoothness = UNKNOWN,
 ) -> Bounds:
     """Bounds of every bucket's mean score, then the radius with or without a Lipschitz constant.
 
@@ -270,7 +279,9 @@ def _single_scales(partition: Partition, noise: Gaussian, constant: Any) -> Floa
     return np.where(bucket <= partition.singles[:, None], scale[:, None], np.inf)
 
 
-def _mean_bound(mean: Floats, var: Floats, n: Floats, risk: Floats, scale: Floats, side: OneSide) -> Floats:
+def _mean_bound(
+    mean: Floats, var: Floats, n: Floats, risk: Floats, scale: Floats, side: OneSide
+) -> Floats:
     """Empirical Bernstein, or the Lipschitz interval where that is shorter whatever the sample.
 
     The choice looks at n, the risk and the constant only: choosing by the sample's variance would spend the risk twice.
@@ -283,7 +294,12 @@ def _mean_bound(mean: Floats, var: Floats, n: Floats, risk: Floats, scale: Float
 
 
 def sample_bounds(
-    scores: Floats, partition: Partition, noise: Gaussian, top: Any, rival: Any, smoothness: Smoothness = UNKNOWN
+    scores: Floats,
+    partition: Partition,
+    noise: Gaussian,
+    top: Any,
+    rival: Any,
+    smoothness: Smoothness = UNKNOWN,
 ) -> Bounds:
     """The same with betting intervals, which need the bucket scores (N, n, B) themselves.
 
@@ -301,7 +317,9 @@ def sample_bounds(
     return two_sided(lower, upper, partition, noise, smoothness)
 
 
-def two_sided(lower: Floats, upper: Floats, partition: Partition, noise: Gaussian, smoothness: Smoothness) -> Bounds:
+def two_sided(
+    lower: Floats, upper: Floats, partition: Partition, noise: Gaussian, smoothness: Smoothness
+) -> Bounds:
     """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the radius.
 
     Args:
@@ -312,14 +330,20 @@ def two_sided(lower: Floats, upper: Floats, partition: Partition, noise: Gaussia
         smoothness: Lipschitz constants of the scores.
     """
     lower = noise.below(lower)
-    cap = np.minimum(complement(lower) + 1e-9, 1.0)  # soft scores sum to 1 up to rounding (checked where they come in)
+    cap = np.minimum(
+        complement(lower) + 1e-9, 1.0
+    )  # soft scores sum to 1 up to rounding (checked where they come in)
     worst = noise.above(np.where(partition.present()[:, 1:], upper, 0.0).max(axis=1))
     top = np.where(partition.buckets > 2, np.minimum(worst, cap), cap)
     return Bounds(lower, top, radius_multi_lipschitz(lower, top, noise.sigma, smoothness.component))
 
 
 def margin_bounds(
-    moments: Moments, partition: Partition, noise: Gaussian, risk: Any, smoothness: Smoothness = UNKNOWN
+    moments: Moments,
+    partition: Partition,
+    noise: Gaussian,
+    risk: Any,
+    smoothness: Smoothness = UNKNOWN,
 ) -> Bounds:
     """Direct margin: a Bernstein lower bound of `h_b = (1 + Z_0 − Z_b)/2` for every other bucket, each at the full risk.
 

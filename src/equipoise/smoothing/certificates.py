@@ -72,7 +72,9 @@ class Certificates:
     def _correct(self, labels: ArrayLike) -> NDArray[np.bool_]:
         labels = np.asarray(labels)
         if labels.shape != self.prediction.shape:
-            raise InputError(f"labels have shape {labels.shape}, the certificates {self.prediction.shape}")
+            raise InputError(
+                f"labels have shape {labels.shape}, the certificates {self.prediction.shape}"
+            )
         return np.asarray((self.prediction == labels) & ~self.abstain)
 
 
@@ -105,16 +107,24 @@ def read_log(path: str | Path) -> CertificationLog:
     try:
         lines = read_bounded(path, _LARGEST).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not a text file: {error.reason} at byte {error.start}") from error
+        raise InputError(
+            f"{path} is not a text file: {error.reason} at byte {error.start}"
+        ) from error
     if not lines or tuple(lines[0].split("\t")) != _COLUMNS:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
-    rows = [_log_row(line, f"{path}, line {k}") for k, line in enumerate(lines[1:], start=2) if line.strip()]
+    rows = [
+        _log_row(line, f"{path}, line {k}")
+        for k, line in enumerate(lines[1:], start=2)
+        if line.strip()
+    ]
     if not rows:
         raise InputError(f"{path}: the log has no rows")
     columns: Any = zip(*rows, strict=True)
     idx, label, predict, radius, correct, time = columns
     idx, label, predict = (np.asarray(column, dtype=np.int64) for column in (idx, label, predict))
-    return CertificationLog(idx, label, predict, np.asarray(radius), np.asarray(correct, dtype=bool), time)
+    return CertificationLog(
+        idx, label, predict, np.asarray(radius), np.asarray(correct, dtype=bool), time
+    )
 
 
 def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:

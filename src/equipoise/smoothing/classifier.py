@@ -38,7 +38,6 @@ from equipoise.smoothing.noise import (
     is_image,
     noise_key,
     power_of_two,
-    tie_breaks,
 )
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
@@ -117,11 +116,15 @@ class SmoothedClassifier:
         buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
-            with torch.inference_mode():  # not around the yield: the mode would leak into the caller
+            with (
+                torch.inference_mode()
+            ):  # not around the yield: the mode would leak into the caller
                 noisy = law.fill(buffer, x, key).to(x.dtype)
                 out = self._answer(noisy)
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
-                out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
+                out = (
+                    out.clone()
+                )  # the model handed its input back, and the buffer is about to be overwritten
             rows = min(self.chunk_size, n - chunk * self.chunk_size)
             yield self._finite(out[:rows], input_id)
 
@@ -147,7 +150,14 @@ class SmoothedClassifier:
         return total.cpu().numpy()
 
     def moments(
-        self, x: Tensor, n: int, plan: Plan, chosen: SimplexMap, *, input_id: int | str, keep: bool = False
+        self,
+        x: Tensor,
+        n: int,
+        plan: Plan,
+        chosen: SimplexMap,
+        *,
+        input_id: int | str,
+        keep: bool = False,
     ) -> tuple[Moments, Floats | None]:
         """Bucket moments of one input's estimation sample under its plan, and the bucket scores if kept.
 
@@ -161,7 +171,9 @@ class SmoothedClassifier:
         """
         shift = torch.from_numpy(plan.shift[0]).to(x.device)
         to_bucket = torch.zeros(self.num_classes, len(shift), dtype=torch.float64, device=x.device)
-        to_bucket[torch.arange(self.num_classes), torch.from_numpy(plan.partition.labels()[0])] = 1.0
+        to_bucket[torch.arange(self.num_classes), torch.from_numpy(plan.partition.labels()[0])] = (
+            1.0
+        )
         sums = torch.zeros(3, len(shift), dtype=torch.float64, device=x.device)
         samples: list[Tensor] = []
         for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
@@ -176,7 +188,9 @@ class SmoothedClassifier:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    def predict(self, x: Tensor, n: int = 1000, alpha: float = 1e-3, *, ids: Ids | None = None) -> Ints:
+    def predict(
+        self, x: Tensor, n: int = 1000, alpha: float = 1e-3, *, ids: Ids | None = None
+    ) -> Ints:
         """The majority vote at each input of the batch, or −1: `P(answer ∉ {−1, true majority class}) ≤ alpha`.
 
         Two-sided binomial test of the two largest counts (Hung & Fithian 2019; Cohen et al. 2019, Predict). On a grid of
@@ -190,8 +204,13 @@ class SmoothedClassifier:
             ids: keys of the noise, default 0 … N − 1.
         """
         if self.map is not None and not self.map.votes:
-            raise Refused(f"predict tests votes, but this classifier smooths {self.map}: use certify")
-        rows = [self.counts(xi, n, input_id=i, stream=Stream.PREDICTION) for xi, i in self.inputs(x, ids)]
+            raise Refused(
+                f"predict tests votes, but this classifier smooths {self.map}: use certify"
+            )
+        rows = [
+            self.counts(xi, n, input_id=i, stream=Stream.PREDICTION)
+            for xi, i in self.inputs(x, ids)
+        ]
         return predict_counts(np.stack(rows), alpha, n * self.noise_spec(x).variation)
 
     def calibrate(
@@ -212,7 +231,9 @@ class SmoothedClassifier:
         """
         logits = self.suited(lipschitz).selection(x, n0, ids, Stream.CALIBRATION)
         network = self.round_constant(lipschitz)
-        self.map = choose_map(logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid)[0]
+        self.map = choose_map(
+            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid
+        )[0]
         return self.map
 
     def certify(
@@ -256,7 +277,10 @@ class SmoothedClassifier:
         spec = source.noise_spec(x)
         default = map is None and network is None and self.map is None
         logits = np.empty((len(x), 0, self.num_classes))
-        maps, about = [SimplexMap("hardmax")] * len(x), f"the majority vote of the network under {spec}"
+        maps, about = (
+            [SimplexMap("hardmax")] * len(x),
+            f"the majority vote of the network under {spec}",
+        )
         if row.soft and not (default and row.map == "hardmax"):
             logits = source.selection(x, n0, ids, Stream.SELECTION)
             maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
@@ -271,11 +295,17 @@ class SmoothedClassifier:
                     source.counts(xi, draws, input_id=name, stream=stream)[None].astype(np.float64)
                     for draws, stream in ((n0, Stream.SELECTION), (n, Stream.ESTIMATION))
                 )
-                sample = Votes(first, second, np.array([float(n)]), tie_breaks(self.seed, name)[None])
+                sample = Votes(first, second, np.array([float(n)]))
             else:
-                plan = plan_map(chosen, logits[k : k + 1], procedure, n, setting.noise, alpha, network)
-                moments, kept = source.moments(xi, n, plan, chosen, input_id=name, keep=interval == "betting")
-                sample = Scores(plan, moments, map_smoothness(chosen, self.num_classes, network), kept)
+                plan = plan_map(
+                    chosen, logits[k : k + 1], procedure, n, setting.noise, alpha, network
+                )
+                moments, kept = source.moments(
+                    xi, n, plan, chosen, input_id=name, keep=interval == "betting"
+                )
+                sample = Scores(
+                    plan, moments, map_smoothness(chosen, self.num_classes, network), kept
+                )
             parts.append(([k], derive(sample, row, setting)))
         whole = joined(parts, len(x), row.name, setting)
         whole.details["maps"] = [str(m) for m in maps]
@@ -295,10 +325,20 @@ class SmoothedClassifier:
             return [self.map] * len(logits), f"{self.map}, fixed beforehand"
         own = map == "per-input" or len(logits) == 1
         maps = choose_map(
-            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid, per_input=own
+            logits,
+            n,
+            self.sigma,
+            alpha,
+            procedure=procedure,
+            lipschitz=network,
+            grid=grid,
+            per_input=own,
         )
         if not own:
-            return maps, f"{maps[0]}, chosen on the pooled selection samples of this call; deploy this very map"
+            return (
+                maps,
+                f"{maps[0]}, chosen on the pooled selection samples of this call; deploy this very map",
+            )
         return maps, (
             "the map chosen at each input on its own selection sample: a deployed classifier that chooses anew at x' may use "
             "another map there, and nothing is certified about it"
@@ -314,7 +354,9 @@ class SmoothedClassifier:
             stream: what the draws are for.
         """
         rows = [
-            torch.cat([out.double().cpu() for out in self.logits(xi, n0, input_id=i, stream=stream)]).numpy()
+            torch.cat(
+                [out.double().cpu() for out in self.logits(xi, n0, input_id=i, stream=stream)]
+            ).numpy()
             for xi, i in self.inputs(x, ids)
         ]
         return np.stack(rows)
@@ -336,7 +378,9 @@ class SmoothedClassifier:
         """The noise law at a batch of inputs, for the setting of their certificates."""
         self._choose_noise(require_images(x))
         size = x[0].numel()
-        return NoiseSpec(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
+        return NoiseSpec(
+            self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen
+        )
 
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
@@ -385,9 +429,15 @@ class SmoothedClassifier:
         return as_upper(lipschitz, "Lipschitz constant of the network") * self.levels.stretch
 
     def _require_eval(self) -> None:
-        training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]
+        training = [
+            name or "the model itself"
+            for name, module in self.model.named_modules()
+            if module.training
+        ]
         if training:
-            raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
+            raise Refused(
+                f"the model is in training mode ({training[0]}): call model.eval() before certifying it"
+            )
 
     def _require_logits(self, out: Any) -> Tensor:
         wanted = (self.chunk_size, self.num_classes)
@@ -427,7 +477,9 @@ def require_rowwise(model: nn.Module, batch: Tensor) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             answers.append(model(rows))
-    if not all(isinstance(out, Tensor) and out.is_floating_point() and out.dim() for out in answers):
+    if not all(
+        isinstance(out, Tensor) and out.is_floating_point() and out.dim() for out in answers
+    ):
         return  # no logits: refused where they are read
 
     for name, buffer in model.named_buffers():

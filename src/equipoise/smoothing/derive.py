@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr
 
-from equipoise.core import InputError, Refused
+from equipoise.core import InputError
 from equipoise.core.checks import POSITIVE, require_number, require_one_of
 from equipoise.smoothing.bounds import (
     UNKNOWN,
@@ -64,13 +64,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Votes:
-    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class), and
-    uniform numbers (N, 2) drawn before them, for rows that break ties."""
+    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class)."""
 
     selection: Floats
     estimation: Floats
     draws: Floats
-    ties: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,13 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
         setting: noise, risk and description.
     """
     if isinstance(sample, Scores):
-        return _assemble(_score_bounds(sample, setting), sample.plan, sample.moments.n, row.name, setting)
+        return _assemble(
+            _score_bounds(sample, setting), sample.plan, sample.moments.n, row.name, setting
+        )
     if isinstance(sample, Stopped):
         return _stopped(sample, row, setting)
     plan = plan_votes(sample, row, setting)
-    return _assemble(_vote_bounds(sample, plan, row, setting), plan, sample.draws, row.name, setting)
+    return _assemble(_vote_bounds(sample, plan, setting), plan, sample.draws, row.name, setting)
 
 
 def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
@@ -123,20 +123,22 @@ def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
     return plan_counts(row, sample.selection, most, mean, setting.alpha)
 
 
-def _vote_bounds(sample: Votes, plan: Plan, row: Procedure, setting: Setting) -> Bounds:
-    if row.ties and sample.ties is None:
-        raise Refused(
-            f"{row.name!r} needs uniform numbers drawn before the sample: give ties, or use a classifier or run"
-        )
-    ties = sample.ties if row.ties else None
+def _vote_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
     noise, alpha = setting.noise, setting.alpha
     bounds = count_bounds(
-        sample.estimation, sample.draws, plan.partition, noise, alpha * plan.top, alpha * plan.rival, ties
+        sample.estimation,
+        sample.draws,
+        plan.partition,
+        noise,
+        alpha * plan.top,
+        alpha * plan.rival,
     )
     if plan.joint.any():
         bounds = _joint_bounds(sample, plan, setting).where(plan.joint, bounds)
     if plan.direct.any():
-        moments = Moments.of_counts(plan.partition.gather(sample.estimation), np.maximum(sample.draws, 2))
+        moments = Moments.of_counts(
+            plan.partition.gather(sample.estimation), np.maximum(sample.draws, 2)
+        )
         risk = np.full(len(sample.draws), alpha)
         bounds = margin_bounds(moments, plan.partition, noise, risk).where(plan.direct, bounds)
     return bounds
@@ -146,7 +148,10 @@ def _joint_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
     """Class and strongest rival tested together; scores that are symmetric about ½ and give the same radius."""
     noise = setting.noise
     radius = np.zeros(len(plan.joint))
-    first, second = (np.take_along_axis(v, plan.partition.order, axis=1) for v in (sample.selection, sample.estimation))
+    first, second = (
+        np.take_along_axis(v, plan.partition.order, axis=1)
+        for v in (sample.selection, sample.estimation)
+    )
     rows = np.flatnonzero(plan.joint)
     variation = float(np.max(noise.variation, initial=0.0))
     for some in np.array_split(rows, -(-len(rows) // 4096)):
@@ -160,7 +165,11 @@ def _joint_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
 def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     plan, noise, alpha = sample.plan, setting.noise, setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
-    bounds = moment_bounds(sample.moments, *shared) if sample.kept is None else sample_bounds(sample.kept, *shared)
+    bounds = (
+        moment_bounds(sample.moments, *shared)
+        if sample.kept is None
+        else sample_bounds(sample.kept, *shared)
+    )
     if plan.direct.any():
         risk = np.full(len(plan.direct), alpha)
         direct = margin_bounds(sample.moments, plan.partition, noise, risk, sample.smoothness)
@@ -171,10 +180,15 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
 def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
     """An e-value against the target radius at the moment each input stopped, valid at any time."""
     order = ranking(sample.votes.selection)
-    ranked, counts = (np.take_along_axis(v, order, axis=1) for v in (sample.votes.selection, sample.votes.estimation))
+    ranked, counts = (
+        np.take_along_axis(v, order, axis=1)
+        for v in (sample.votes.selection, sample.votes.estimation)
+    )
     draws = sample.votes.draws
     # the distance to the grid is part of the goal
-    goal = np.broadcast_to(sample.target + np.asarray(setting.distance, dtype=np.float64), len(order))
+    goal = np.broadcast_to(
+        sample.target + np.asarray(setting.distance, dtype=np.float64), len(order)
+    )
     low, radius = np.zeros(len(order)), np.zeros(len(order))
     for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], float(goal[k]), setting.noise)
@@ -186,7 +200,9 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
     return _assemble(bounds, plan, draws, "adaptive", replace(setting, distance=0.0))
 
 
-def _assemble(bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting: Setting) -> Certificates:
+def _assemble(
+    bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting: Setting
+) -> Certificates:
     """Bounds → Certificates: where the radius is 0 nothing was shown, so abstain."""
     selected = plan.partition.selected
     moved = np.maximum(np.nextafter(bounds.radius - setting.distance, -np.inf), 0.0)
@@ -199,7 +215,10 @@ def _assemble(bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting
 
 
 def joined(
-    parts: Sequence[tuple[Sequence[int], Certificates]], count: int, procedure: str, setting: Setting
+    parts: Sequence[tuple[Sequence[int], Certificates]],
+    count: int,
+    procedure: str,
+    setting: Setting,
 ) -> Certificates:
     """Certificates of parts of `count` inputs, put at their places; the others abstain.
 
@@ -235,7 +254,6 @@ def certify_counts(
     procedure: str = DEFAULT,
     *,
     draws: ArrayLike | None = None,
-    ties: ArrayLike | None = None,
 ) -> Certificates:
     """Certificates from class counts: no forward pass, so α and the procedure can be changed after the sampling.
 
@@ -249,7 +267,6 @@ def certify_counts(
         alpha: total risk per input.
         procedure: a row of `PROCEDURES` that takes votes.
         draws: number of estimation draws where some voted for no class; default: the sum of the counts.
-        ties: (..., 2) uniform numbers drawn before the estimation sample, for the row "randomized".
 
     >>> c = certify_counts([95, 3, 2], [9500, 300, 200], sigma=0.5)
     >>> int(c.prediction), round(float(c.radius), 4), int(c.buckets)
@@ -263,9 +280,13 @@ def certify_counts(
     first, second = _counts(selection, "selection"), _counts(estimation, "estimation")
     for name, array in (("selection", first), ("estimation", second)):
         if array.ndim < 1 or array.shape[-1] < 2:
-            raise InputError(f"{name} must have shape (..., classes) with at least two classes, got {array.shape}")
+            raise InputError(
+                f"{name} must have shape (..., classes) with at least two classes, got {array.shape}"
+            )
     if first.shape != second.shape:
-        raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: they must agree")
+        raise InputError(
+            f"selection has shape {first.shape}, estimation {second.shape}: they must agree"
+        )
     shape, classes = second.shape[:-1], second.shape[-1]
     first, second = first.reshape(-1, classes), second.reshape(-1, classes)
     total = second.sum(axis=1)
@@ -273,9 +294,8 @@ def certify_counts(
         total = _fitting(_counts(draws, "draws"), shape, "draws").reshape(-1)
         if bool(np.any(total < second.sum(axis=1))):
             raise InputError("draws is smaller than the sum of the estimation counts")
-    uniform = None if ties is None else _fitting(_numbers(ties, "ties"), (*shape, 2), "ties").reshape(-1, 2)
     setting = _setting(sigma, alpha, "the majority vote of the network")
-    return _reshaped(derive(Votes(first, second, total, uniform), row, setting), shape)
+    return _reshaped(derive(Votes(first, second, total), row, setting), shape)
 
 
 def certify_scores(
@@ -309,7 +329,9 @@ def certify_scores(
     require_one_of(("bernstein", "betting"), interval=interval)
     first, second = _scores(selection, "selection"), _scores(estimation, "estimation")
     if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-1]:
-        raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ")
+        raise InputError(
+            f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ"
+        )
     setting = _setting(sigma, alpha, "the smoothed scores of the given map")
     shape = second.shape[:-2]
     first, second = (s.reshape(-1, *s.shape[-2:]) for s in (first, second))
@@ -351,13 +373,17 @@ def _fitting(array: Floats, shape: tuple[int, ...], name: str) -> NDArray[np.flo
     try:
         return np.broadcast_to(array, shape)
     except ValueError as error:
-        raise InputError(f"{name} has shape {array.shape}, which does not fit the counts' {shape}") from error
+        raise InputError(
+            f"{name} has shape {array.shape}, which does not fit the counts' {shape}"
+        ) from error
 
 
 def _scores(values: ArrayLike, name: str) -> Floats:
     array = _numbers(values, name)
     if array.ndim < 2 or array.shape[-1] < 2:
-        raise InputError(f"{name} must have shape (..., draws, classes) with at least two classes, got {array.shape}")
+        raise InputError(
+            f"{name} must have shape (..., draws, classes) with at least two classes, got {array.shape}"
+        )
     if not bool(np.all((array >= 0) & (array <= 1))) or bool(np.any(array.sum(axis=-1) > 1 + 1e-9)):
         raise InputError(
             f"{name} must hold points of the simplex: entries in [0, 1] with sum at most 1 (compute them in float64)"

@@ -55,10 +55,14 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     _check(alpha, n, least=1)
     bad = ~((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))
     if bool(bad.any()):
-        raise InputError(f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}")
+        raise InputError(
+            f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}"
+        )
 
     if bool(np.any(alpha < _SMALLEST)):
-        raise InputError(f"the risk alpha must be at least {_SMALLEST:g}: the binomial tail is not accurate below")
+        raise InputError(
+            f"the risk alpha must be at least {_SMALLEST:g}: the binomial tail is not accurate below"
+        )
 
     def lower(hits: Floats, risk: Floats) -> Floats:
         return once(_binomial_lower, hits, n, risk)
@@ -77,42 +81,6 @@ def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
     values = np.empty(len(rows))
     values[order] = function(*ordered[new].T)[np.cumsum(new) - 1]
     return values.reshape(arguments[0].shape)
-
-
-def randomized_binomial(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, u: ArrayLike) -> Floats:
-    """Lower bound of a binomial proportion whose ties are broken by `u`, uniform on [0, 1] and drawn before the sample.
-
-    The root of `u·P(Bin(n, ℓ) ≥ k) + (1 − u)·P(Bin(n, ℓ) > k) = α`, found from the side of the smaller values. u = 1
-    gives Clopper–Pearson. Guarantee: coverage ≥ 1 − α over sample and u, exactly 1 − α but for rounding and for one
-    restraint: u is taken as at least 0.05, so that no draw of u alone shows p = 1. Reference: Stevens (1950).
-
-    Args:
-        k: hits.
-        n: number of draws.
-        alpha: risk.
-        u: uniform numbers in [0, 1].
-
-    >>> bool(randomized_binomial(1000, 1000, 0.001, 0.5) > clopper_pearson(1000, 1000, 0.001, "lower"))
-    True
-    """
-    k, n, alpha, given = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (k, n, alpha, u)))
-    if not bool(np.all((given >= 0) & (given <= 1))):
-        raise InputError("the numbers that break ties must lie in [0, 1]")
-    share: Floats = np.maximum(given, 0.05)
-    low = clopper_pearson(k, n, alpha, "lower")
-    high = np.where(k < n, clopper_pearson(np.minimum(k + 1, n), n, alpha, "lower"), 1.0)
-    high = np.maximum(high, low)
-
-    def tail(p: Floats) -> Floats:
-        least = np.where(k > 0, betainc(np.maximum(k, 1.0), n - k + 1, p), 1.0)
-        more = np.where(k < n, betainc(k + 1, np.maximum(n - k, 1.0), p), 0.0)
-        return np.asarray(share * least + (1 - share) * more)
-
-    for _ in range(55):
-        p = (low + high) / 2
-        fine = tail(p) <= alpha * (1 - _SLACK)
-        low, high = np.where(fine, p, low), np.where(fine, high, p)
-    return np.asarray(low)
 
 
 def _binomial_lower(k: Floats, n: Floats, alpha: Floats) -> Floats:
@@ -143,13 +111,17 @@ def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "bot
     >>> round(float(hoeffding(0.9, 1000, 0.001, "lower")), 6)
     0.84123
     """
-    mean, n, alpha = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (mean, n, alpha)))
+    mean, n, alpha = np.broadcast_arrays(
+        *(np.asarray(v, dtype=np.float64) for v in (mean, n, alpha))
+    )
     _check(alpha, n, least=1)
     _unit(mean)
     return _around(mean, n, side, alpha, lambda a: np.sqrt(np.log(1 / a) / (2 * n)))
 
 
-def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
+def empirical_bernstein(
+    mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both"
+) -> Any:
     """`mean ± (√(2V·ln(2/α)/n) + 7·ln(2/α)/(3(n − 1)))` for independent values in [0, 1].
 
     V is the *unbiased sample variance* `Σ(Z − mean)²/(n − 1)` (the extra 1/n of the thesis makes the interval √n too
@@ -180,7 +152,9 @@ def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: Ar
     return _around(mean, n, side, alpha, shift)
 
 
-def lipschitz_interval(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, scale: ArrayLike, side: Side = "both") -> Any:
+def lipschitz_interval(
+    mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, scale: ArrayLike, side: Side = "both"
+) -> Any:
     """`mean ± σL·√(2·ln(1/α)/n)` for values `F(x + δ_i)` of one L-Lipschitz function F into [0, 1], δ_i ~ N(0, σ²I).
 
     An L-Lipschitz function of Gaussian noise is sub-Gaussian with variance proxy σ²L² (so its variance is at most that, the
@@ -206,9 +180,13 @@ def lipschitz_interval(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, scale: A
     return _around(mean, n, side, alpha, lambda a: scale * np.sqrt(2 * np.log(1 / a) / n))
 
 
-def _around(mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]) -> Floats | Pair:
+def _around(
+    mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]
+) -> Floats | Pair:
     """Mean ± shift, widened by the rounding of a float64 mean of n terms, and clipped to [0, 1]."""
-    rounding = 2.0**-52 * (np.log2(n) + 8)  # pairwise or blocked sums; plain ones carry their error in `Moments`
+    rounding = 2.0**-52 * (
+        np.log2(n) + 8
+    )  # pairwise or blocked sums; plain ones carry their error in `Moments`
 
     def lower(a: Floats) -> Floats:
         return np.maximum(mean - shift(a) * (1 + 2.0**-48) - rounding, 0.0)
@@ -286,13 +264,17 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
 
 
 def _above(x: Floats, alpha: Floats) -> Floats:
-    return np.minimum(np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0)  # 1 − x rounds by 2^-54 at most
+    return np.minimum(
+        np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0
+    )  # 1 − x rounds by 2^-54 at most
 
 
 def _lower(x: Floats, alpha: Floats) -> Floats:
     goal = np.log(1 / alpha)
     bets = bet_sizes(x, goal[..., None])
-    margin = 1e-12 + 4e-15 * x.shape[-1]  # rounding of the sum of n logarithms, each below 2 in size
+    margin = (
+        1e-12 + 4e-15 * x.shape[-1]
+    )  # rounding of the sum of n logarithms, each below 2 in size
     low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
     for _ in range(_STEPS):
         m = (low + high) / 2
@@ -382,7 +364,9 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
     >>> bool(0.9 < low < 0.95)
     True
     """
-    a, t, risk = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (hits, draws, alpha)))
+    a, t, risk = np.broadcast_arrays(
+        *(np.asarray(v, dtype=np.float64) for v in (hits, draws, alpha))
+    )
     if not bool(np.all((risk > 0) & (risk < 1))):
         raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha!r}")
     miss = np.maximum(t - a, 0.0)
@@ -392,7 +376,9 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
     with np.errstate(divide="ignore", invalid="ignore"):
         for _ in range(60):
             p = (low + high) / 2
-            likelihood = np.where(a > 0, a * np.log(p), 0.0) + np.where(miss > 0, miss * np.log1p(-p), 0.0)
+            likelihood = np.where(a > 0, a * np.log(p), 0.0) + np.where(
+                miss > 0, miss * np.log1p(-p), 0.0
+            )
             refuted = likelihood + 4e-14 * np.abs(likelihood) <= goal
             low, high = np.where(refuted, p, low), np.where(refuted, high, p)
     return low

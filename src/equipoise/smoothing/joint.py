@@ -72,7 +72,9 @@ def joint_radius(
     return np.where(sure & (radius > 0), np.maximum(radius * (1 - 1e-12) - 1e-12, 0.0), 0.0)
 
 
-def joint_cells(hits: Floats, draws: Floats, seen: tuple[Floats, Floats, Floats]) -> tuple[Floats, Floats]:
+def joint_cells(
+    hits: Floats, draws: Floats, seen: tuple[Floats, Floats, Floats]
+) -> tuple[Floats, Floats]:
     """The weights w₁ (N,) and the ends of the cells (N, ·) of the test: what another program needs to repeat it.
 
     Args:
@@ -87,7 +89,9 @@ def joint_cells(hits: Floats, draws: Floats, seen: tuple[Floats, Floats, Floats]
 def _gap(t: Floats, k: Floats, others: Floats, asked: Floats, variation: float) -> Floats:
     """The largest 2r/σ at which `Φ⁻¹(1 − U₂)` reaches what is asked, for every t from this one on."""
     theta = _rejected(*np.broadcast_arrays(k, others, asked))
-    p = np.minimum((theta * (1 - ndtr(t) * (1 - _SLACK) + variation) + variation) * (1 + _SLACK), 1.0)
+    p = np.minimum(
+        (theta * (1 - ndtr(t) * (1 - _SLACK) + variation) + variation) * (1 + _SLACK), 1.0
+    )
     return np.asarray(t - quantile(p)[1] - _SLACK * (1 + np.abs(t)))
 
 
@@ -109,7 +113,9 @@ def _below(hits: Floats, draws: Floats, t: Floats, variation: float) -> Floats:
     tail, rest = betainc(a, b + 1, p), betainc(b + 1, a, 1 - p)
     with np.errstate(invalid="ignore"):
         z = np.where(tail < 0.5, -ndtri(tail * (1 + _SLACK)), ndtri(rest * (1 - _SLACK)))
-        return np.where(np.isfinite(z), z - _SLACK * (1 + np.abs(z)), np.where(tail < 0.5, 30.0, -1e3))
+        return np.where(
+            np.isfinite(z), z - _SLACK * (1 + np.abs(z)), np.where(tail < 0.5, 30.0, -1e3)
+        )
 
 
 def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
@@ -119,8 +125,14 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     half = _WIDTH * np.sqrt(p * (1 - p) / draws) / _density(centre)
     a, b = np.clip(centre - half, low, high), np.clip(centre + half, low, high)
     below, around, above = (np.linspace(0, 1, c + 1) for c in _CELLS)
-    below, above = 1 - (1 - below) ** 2, above**2  # farther away wider cells do: there is more to spare
-    parts = [s[:, None] + (e - s)[:, None] * u for s, e, u in ((low, a, below), (a, b, around), (b, high, above))]
+    below, above = (
+        1 - (1 - below) ** 2,
+        above**2,
+    )  # farther away wider cells do: there is more to spare
+    parts = [
+        s[:, None] + (e - s)[:, None] * u
+        for s, e, u in ((low, a, below), (a, b, around), (b, high, above))
+    ]
     ends = np.concatenate([parts[0], parts[1][:, 1:], parts[2][:, 1:]], axis=1)
     ends[:, 0], ends[:, -1] = low, high
     return np.asarray(np.maximum.accumulate(ends, axis=1))

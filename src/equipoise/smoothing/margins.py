@@ -37,7 +37,9 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
     """
     z = require_tensor(logits, "logits", dims=2).detach().double().cpu()
     if z.shape[1] < 2:
-        raise InputError(f"expected logits (N, c) of at least two classes, got shape {tuple(z.shape)}")
+        raise InputError(
+            f"expected logits (N, c) of at least two classes, got shape {tuple(z.shape)}"
+        )
     y = require_labels(labels, *z.shape).cpu()[:, None]
     gap = torch.nextafter(z.gather(1, y) - z, -_INF)
 
@@ -51,14 +53,23 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
 def _errors(error: Any, logits: Tensor) -> Tensor:
     off = torch.as_tensor(error, dtype=torch.float64).detach().cpu()
     off = off[:, None] if off.dim() == 1 else off
-    fits = off.dim() in (0, 2) and all(n in (1, m) for n, m in zip(off.shape, logits.shape, strict=False))
+    fits = off.dim() in (0, 2) and all(
+        n in (1, m) for n, m in zip(off.shape, logits.shape, strict=False)
+    )
     if not fits or not bool((off >= 0).all()):
-        raise InputError("the error of the logits is a non-negative number, one per input, or one per logit")
+        raise InputError(
+            "the error of the logits is a non-negative number, one per input, or one per logit"
+        )
     return off.expand(logits.shape)
 
 
 def margin_radius(
-    logits: Tensor, labels: Tensor, lipschitz: Any = 1.0, *, weight: Tensor | None = None, error: Any = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    lipschitz: Any = 1.0,
+    *,
+    weight: Tensor | None = None,
+    error: Any = 0.0,
 ) -> Tensor:
     """`R = min_{k≠y} (z_y − z_k)/K_yk`, rounded down, float64 (N,); 0 where the label does not win.
 
@@ -94,7 +105,9 @@ def margin_radius(
     # a factor does not move the smallest numbers, the next float does
     slope = torch.where(slope > 0, torch.nextafter(slope, _INF), slope)
     radius = torch.where(gap > 0, gap / slope * _DOWN, 0.0)
-    radius = torch.where(torch.isfinite(radius), torch.nextafter(radius, torch.zeros_like(radius)), radius)
+    radius = torch.where(
+        torch.isfinite(radius), torch.nextafter(radius, torch.zeros_like(radius)), radius
+    )
     return radius.scatter(1, y[:, None], math.inf).amin(1)
 
 
@@ -103,7 +116,9 @@ def _slopes(lipschitz: Any, weight: Tensor | None, classes: int) -> Tensor:
     if weight is not None:
         W = require_tensor(weight, "weight", dims=2).detach().double().cpu()
         if len(W) != classes:
-            raise InputError(f"expected the weight ({classes}, features) of the last layer, got {tuple(W.shape)}")
+            raise InputError(
+                f"expected the weight ({classes}, features) of the last layer, got {tuple(W.shape)}"
+            )
         # differences of rows, not the Gram matrix: nothing cancels
         return torch.stack([row_lengths(W - row) for row in W]) * _UP * (as_upper(lipschitz) * _UP)
 

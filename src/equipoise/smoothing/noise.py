@@ -46,7 +46,6 @@ from equipoise.core.checks import POSITIVE, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
-from equipoise.smoothing.ramp import Floats
 
 _BITS = 16
 _REST = 64 - _BITS
@@ -86,7 +85,9 @@ class Levels:
             )
         several = isinstance(sigma, list | tuple)
         name = "every level of sigma (a list has one per channel)" if several else "sigma"
-        values = tuple(float(require_number(v, name, least=POSITIVE)) for v in (sigma if several else [sigma]))
+        values = tuple(
+            float(require_number(v, name, least=POSITIVE)) for v in (sigma if several else [sigma])
+        )
         if not values:
             raise InputError("the list of noise levels is empty: give one per channel")
         return cls(min(values), values if len(set(values)) > 1 else None)
@@ -261,7 +262,11 @@ def _threshold(k: int, sigma: float, cells: float) -> int:
             z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
             scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
             whole = int(mpmath.floor(scaled))
-            if mpmath.mpf(10) ** (25 - digits) < scaled - whole < 1 - mpmath.mpf(10) ** (25 - digits):
+            if (
+                mpmath.mpf(10) ** (25 - digits)
+                < scaled - whole
+                < 1 - mpmath.mpf(10) ** (25 - digits)
+            ):
                 return whole
     raise InputError(
         f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
@@ -280,7 +285,6 @@ class Stream(IntEnum):
     ESTIMATION = 1
     PREDICTION = 2
     CALIBRATION = 3
-    TIES = 4
 
 
 def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int:
@@ -294,12 +298,14 @@ def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int
 
     >>> keys = {noise_key(0, i, s, c) for i in (7, "7", "7/0") for s in Stream for c in range(100)}
     >>> len(keys), max(keys) < 1 << 128
-    (1500, True)
+    (1200, True)
     """
     if not 0 <= chunk < MAX_CHUNKS:
         raise InputError(f"chunk must lie in [0, {MAX_CHUNKS}), got {chunk}")
     name = f"{seed}/{int(stream)}/{chunk}/{type(input_id).__name__}:{input_id}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=16, person=b"equipoise noise").digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(name, digest_size=16, person=b"equipoise noise").digest(), "big"
+    )
 
 
 def philox(key: int) -> np.random.Philox:
@@ -404,7 +410,9 @@ class NoiseSpec:
         """The grid, if there is one: of all channels, or of each."""
         if self.cells is None:
             return ()
-        return tuple(Grid(sigma, self.cells) for sigma in self.levels.channels or (self.levels.sigma,))
+        return tuple(
+            Grid(sigma, self.cells) for sigma in self.levels.channels or (self.levels.sigma,)
+        )
 
     @property
     def grid(self) -> Grid | None:
@@ -415,7 +423,11 @@ class NoiseSpec:
     def variation(self) -> float:
         """Total variation between one draw and the law of the theorem, as far as it is counted: 0 for float noise."""
         each = self.dimension // max(1, len(self.grids))
-        return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0) if self.grids else 0.0
+        return (
+            math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0)
+            if self.grids
+            else 0.0
+        )
 
     def setting(self, alpha: float, about: str) -> Setting:
         """What certificates of these draws rest on.
@@ -426,7 +438,11 @@ class NoiseSpec:
         """
         distance = 0.0 if self.grid is None else self.grid.distance(self.dimension)
         return Setting(
-            Gaussian(self.levels.sigma, self.variation), alpha, about + self.shape(), self.caveats(), distance
+            Gaussian(self.levels.sigma, self.variation),
+            alpha,
+            about + self.shape(),
+            self.caveats(),
+            distance,
         )
 
     def shape(self) -> str:
@@ -434,9 +450,7 @@ class NoiseSpec:
         if self.levels.channels is None:
             return ""
         axes = ", ".join(f"{c / self.levels.sigma:.4g}" for c in self.levels.channels)
-        return (
-            f" (radii R are ℓ2, by the smallest level; certified is the ellipsoid of semi-axes R·({axes}), per channel)"
-        )
+        return f" (radii R are ℓ2, by the smallest level; certified is the ellipsoid of semi-axes R·({axes}), per channel)"
 
     def caveats(self) -> str:
         """What is not covered, from what was used."""
@@ -456,18 +470,12 @@ class NoiseSpec:
                 f"pass, {generator}. {source}"
             )
         step = "1/255" if grid.image else f"{grid.step:g}"
-        whole = "its inputs are 8-bit images" if grid.image else "what rounding moves is subtracted from the radius"
+        whole = (
+            "its inputs are 8-bit images"
+            if grid.image
+            else "what rounding moves is subtracted from the radius"
+        )
         return (
             f"Inputs and noise lie on the grid of step {step}, exactly: {whole}, and a total variation of "
             f"{self.variation:.1e} is counted. {shape} Not covered: {generator}. {source}"
         )
-
-
-def tie_breaks(seed: int, input_id: int | str) -> Floats:
-    """Two uniform numbers of an input, from a stream of their own: fixed before its draws and independent of them.
-
-    Args:
-        seed: of the run.
-        input_id: of the input.
-    """
-    return np.random.Generator(philox(noise_key(seed, input_id, Stream.TIES, 0))).random(2)

@@ -72,7 +72,9 @@ def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alph
         alpha: risk per input.
     """
     options = [o for o in row.options if n >= 2 or not o.direct]
-    made = {o.partition: o.buckets(selection) for o in options}  # options share their partitions, and a sort takes time
+    made = {
+        o.partition: o.buckets(selection) for o in options
+    }  # options share their partitions, and a sort takes time
     partitions = [made[o.partition] for o in options]
     ratings = np.zeros((len(options), len(selection)))
     if len(options) > 1:
@@ -82,7 +84,12 @@ def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alph
 
 
 def plan_scores(
-    row: Procedure, scores: Floats, n: int, noise: Gaussian, alpha: float, smoothness: Smoothness = UNKNOWN
+    row: Procedure,
+    scores: Floats,
+    n: int,
+    noise: Gaussian,
+    alpha: float,
+    smoothness: Smoothness = UNKNOWN,
 ) -> Plan:
     """The same for soft scores, with the mean and variance of the left-out half.
 
@@ -95,7 +102,9 @@ def plan_scores(
         smoothness: Lipschitz constants of the scores.
     """
     if scores.shape[1] < 2 or n < 2:
-        raise InputError("soft votes need at least two draws in each sample: a variance is estimated")
+        raise InputError(
+            "soft votes need at least two draws in each sample: a variance is estimated"
+        )
     options = _score_options(row)
     mass = scores.sum(axis=1)
     selected = mass.argmax(axis=1)
@@ -106,15 +115,21 @@ def plan_scores(
     ratings = np.zeros((len(options), len(scores)))
     for half, left_out in halves:
         ranked = half.sum(axis=1)
-        ranked[np.arange(len(mass)), selected] += mass.sum(axis=1) + 1  # the class of the whole sample stays in front
+        ranked[np.arange(len(mass)), selected] += (
+            mass.sum(axis=1) + 1
+        )  # the class of the whole sample stays in front
         for rating, option in zip(ratings, options, strict=True):
             partition = option.buckets(ranked)
             moments = Moments.of(bucket_scores(left_out, partition)).scaled(n)
             if option.direct:
-                bounds = margin_bounds(moments, partition, noise, np.full(len(mass), alpha), smoothness)
+                bounds = margin_bounds(
+                    moments, partition, noise, np.full(len(mass), alpha), smoothness
+                )
             else:
                 top, rival = option.shares(partition)
-                bounds = moment_bounds(moments, partition, noise, alpha * top, alpha * rival, smoothness)
+                bounds = moment_bounds(
+                    moments, partition, noise, alpha * top, alpha * rival, smoothness
+                )
             rating += _rating(bounds) / len(halves)
     return _plan(options, [o.buckets(mass) for o in options], ratings, scores)
 
@@ -125,16 +140,23 @@ def _score_options(row: Procedure) -> list[Option]:
     for option in row.options:
         if not option.joint:
             first = next(o for o in row.options if o.direct == option.direct)
-            options.setdefault((option.partition, option.direct), Option(option.partition, first.share, option.direct))
+            options.setdefault(
+                (option.partition, option.direct),
+                Option(option.partition, first.share, option.direct),
+            )
     return list(options.values())
 
 
 def _rating(bounds: Bounds) -> Floats:
     """The radius, and where there is none the (negative) gap of the bounds: the less hopeless option wins then."""
-    return np.where(bounds.radius > 0, bounds.radius, np.minimum(bounds.p_lower - bounds.p_upper, 0.0))
+    return np.where(
+        bounds.radius > 0, bounds.radius, np.minimum(bounds.p_lower - bounds.p_upper, 0.0)
+    )
 
 
-def _plan(options: Sequence[Option], partitions: Sequence[Partition], ratings: Floats, scores: Floats) -> Plan:
+def _plan(
+    options: Sequence[Option], partitions: Sequence[Partition], ratings: Floats, scores: Floats
+) -> Plan:
     """Take the best option of every input; scores (N, n0, c) give the shift."""
     best = ratings.argmax(axis=0)
     rows = np.arange(len(best))
@@ -151,7 +173,9 @@ def _plan(options: Sequence[Option], partitions: Sequence[Partition], ratings: F
     return Plan(partition, direct, top, rival, ratings[best, rows], shift, joint)
 
 
-def stored_plan(row: Procedure, partition: Partition, direct: NDArray[np.bool_], shift: Floats) -> Plan:
+def stored_plan(
+    row: Procedure, partition: Partition, direct: NDArray[np.bool_], shift: Floats
+) -> Plan:
     """The plan of soft votes that were sampled before: their buckets are fixed, the shares are those of the row.
 
     Args:
@@ -179,7 +203,14 @@ def _expected_radius(
     buckets = partition.gather(selection.astype(np.float64))
     top, rival = np.broadcast_arrays(*option.shares(partition))
     second = buckets[:, 1:].max(axis=1)
-    columns = (buckets[:, 0], second, buckets.sum(axis=1), partition.buckets, alpha * top, alpha * rival)
+    columns = (
+        buckets[:, 0],
+        second,
+        buckets.sum(axis=1),
+        partition.buckets,
+        alpha * top,
+        alpha * rival,
+    )
     keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     radius = np.zeros(len(keys))
     for q in _QUANTILES:
@@ -195,7 +226,9 @@ def _expected_radius(
     return radius[place.reshape(-1)]
 
 
-def _joint_radius(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float) -> Floats:
+def _joint_radius(
+    keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float
+) -> Floats:
     """The radius of the joint test, where it can be better than two bounds, else −1: with enough votes against the class,
     and a selection sample that is not too small to place its zone. It takes longer, so it has to promise one percent more.
     """
@@ -204,7 +237,9 @@ def _joint_radius(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian,
     if some.any():
         hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
         selection = keys[some, 0], keys[some, 1], keys[some, 2]
-        tested = joint_radius(hits, rival, np.full(len(hits), float(n)), selection, alpha, float(noise.variation))
+        tested = joint_radius(
+            hits, rival, np.full(len(hits), float(n)), selection, alpha, float(noise.variation)
+        )
         radius[some] = np.where(tested > 0, 0.99 * float(noise.sigma) * tested, -1.0)
     return radius
 
@@ -230,11 +265,17 @@ def _plain_radius(low: Floats, up: Floats, noise: Gaussian) -> Floats:
     """Cohen's radius without rounding; where there is none, the (negative) gap."""
     gap = np.clip(low, 0, 1) - np.clip(up, 0, 1)
     with np.errstate(invalid="ignore"):
-        radius = 0.5 * float(noise.sigma) * (ndtri(np.clip(low, 1e-300, 1)) - ndtri(np.clip(up, 1e-300, 1)))
+        radius = (
+            0.5
+            * float(noise.sigma)
+            * (ndtri(np.clip(low, 1e-300, 1)) - ndtri(np.clip(up, 1e-300, 1)))
+        )
     return np.where(gap > 0, radius, gap)
 
 
-def plausible(most: Any, second: Any, total: Any, q: float, s: float, classes: int) -> tuple[Floats, Floats]:
+def plausible(
+    most: Any, second: Any, total: Any, q: float, s: float, classes: int
+) -> tuple[Floats, Floats]:
     """Probabilities (p₁, p₂) that fit selection votes: quantile q of the share against the class, s of the runner-up's part.
 
     Args:
@@ -271,7 +312,9 @@ def target_probability(epsilon: float, sigma: float) -> float:
         if p0 < 1 and float(radius_mono(p0, sigma)) >= epsilon:
             return p0
         p0 = min(p0 + 2.0 ** (k - 50) * (1 - p0), 1.0)
-    raise InputError(f"the target radius {epsilon} cannot be certified at noise level {sigma}: it would need p = 1")
+    raise InputError(
+        f"the target radius {epsilon} cannot be certified at noise level {sigma}: it would need p = 1"
+    )
 
 
 @dataclass(frozen=True)
@@ -335,7 +378,9 @@ class TargetTest:
         return float(np.logaddexp.reduce(terms)) - float(np.log(len(terms))) - 1e-12
 
 
-def _best_level(p1: float, p2: float, gap: float, spread: float) -> tuple[tuple[float, float], float]:
+def _best_level(
+    p1: float, p2: float, gap: float, spread: float
+) -> tuple[tuple[float, float], float]:
     """The level at which class and rival are told apart at the same speed, and that speed."""
     low, high = ndtri(p2) + gap, ndtri(p1)
     t = np.linspace(low, high, 33)[1:-1] if low < high else np.array([gap / 2])

@@ -93,7 +93,9 @@ def every_class(selection: Floats) -> Partition:
     >>> every_class(np.array([[5, 3, 2]])).labels().tolist()
     [[0, 1, 2]]
     """
-    return Partition(ranking(selection), np.full(len(selection), selection.shape[1] - 1, dtype=np.int64))
+    return Partition(
+        ranking(selection), np.full(len(selection), selection.shape[1] - 1, dtype=np.int64)
+    )
 
 
 def class_partition(selection: Floats) -> Partition:
@@ -107,7 +109,9 @@ def class_partition(selection: Floats) -> Partition:
     """
     order = ranking(selection)
     others = np.take_along_axis(selection, order, axis=1)[:, 1:]
-    after = others.sum(axis=1, keepdims=True) - np.cumsum(others, axis=1)  # mass left in M after s = 1 … c − 1 singles
+    after = others.sum(axis=1, keepdims=True) - np.cumsum(
+        others, axis=1
+    )  # mass left in M after s = 1 … c − 1 singles
     enough = after <= others[:, :1]
     enough[:, -1] = True
     return Partition(order, 1 + np.argmax(enough, axis=1))
@@ -196,7 +200,6 @@ class Procedure:
         reference: where it comes from.
         map: the map where the user names none: None for rows that only count votes, "hardmax" for rows that count them by
             default, "global" to calibrate one.
-        ties: draw a uniform number per bound before sampling and break the ties of Clopper–Pearson with it.
     """
 
     name: str
@@ -206,11 +209,13 @@ class Procedure:
     summary: str
     reference: str
     map: str | None = None
-    ties: bool = False
 
 
 _ONE = Option(one_against_rest)
-_VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)) for top in (0.5, 0.7, 0.9, 0.97)))
+_VOTES = (
+    Option(one_against_rest, Split(0.5)),
+    *(Option(every_class, Split(top)) for top in (0.5, 0.7, 0.9, 0.97)),
+)
 
 _ROWS = (
     Procedure(
@@ -218,11 +223,6 @@ _ROWS = (
         "one against the rest at α, class and every rival by one test at α, or by two bounds: no union over the classes; "
         "largest on average, not on every input",
         "intersection–union; see the proof in the documentation", map="hardmax",
-    ),
-    Procedure(
-        "randomized", _VOTES, True, False,
-        "rivals with randomized Clopper–Pearson bounds, whose coverage is exact", "Stevens (1950); Voráček (2024)",
-        ties=True,
     ),
     Procedure(
         "cohen", (_ONE,), True, False,
@@ -262,6 +262,8 @@ def find_procedure(name: str) -> Procedure:
         if entry.name == name:
             row = entry.load()
             if not isinstance(row, Procedure) or row.name != name:
-                raise InputError(f"the entry point {name!r} of {GROUP} must be a Procedure of that name")
+                raise InputError(
+                    f"the entry point {name!r} of {GROUP} must be a Procedure of that name"
+                )
             return PROCEDURES.setdefault(name, row)
     raise InputError(f"unknown procedure {name!r}: expected one of {', '.join(PROCEDURES)}")

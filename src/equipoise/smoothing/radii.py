@@ -54,7 +54,9 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     return _half_gap(quantile(p1)[0], quantile(p2)[1], sigma)
 
 
-def radius_multi_lipschitz(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Floats:
+def radius_multi_lipschitz(
+    p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz: Any
+) -> Floats:
     """`R = ½(ψ(p1) − ψ(p2))`, ψ the inverse of the Gaussian mean of a ramp of slope L: Cohen's radius for Lipschitz
     scores.
 
@@ -79,7 +81,9 @@ def radius_multi_lipschitz(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipsc
     a = _width(lipschitz, sigma)
     if bool(np.any(np.isinf(a))):  # constant scores: p1 > p2 holds everywhere or nowhere
         finite = np.where(np.isinf(a), 1.0, a)
-        return np.where(np.isinf(a), np.where(p1 > p2, np.inf, 0.0), _half_gap(*_sides(p1, p2, finite), sigma))
+        return np.where(
+            np.isinf(a), np.where(p1 > p2, np.inf, 0.0), _half_gap(*_sides(p1, p2, finite), sigma)
+        )
     return np.maximum(_half_gap(*_sides(p1, p2, a), sigma), radius_multi(p1, p2, sigma))
 
 
@@ -144,10 +148,16 @@ def optimal_sigma(lipschitz: Any, *, mass: float = 1.0, vector: bool = False) ->
     (0.398942, 0.56419)
     """
     constant = as_upper(lipschitz)
-    return mass / (math.sqrt(math.pi if vector else 2 * math.pi) * constant) if constant > 0 else math.inf
+    return (
+        mass / (math.sqrt(math.pi if vector else 2 * math.pi) * constant)
+        if constant > 0
+        else math.inf
+    )
 
 
-def _erf_bound(sigma: float, lipschitz: Any, mass: float, factor: float, range_factor: float) -> float:
+def _erf_bound(
+    sigma: float, lipschitz: Any, mass: float, factor: float, range_factor: float
+) -> float:
     positive(sigma, "sigma")
     positive(mass, "mass")
     constant = as_upper(lipschitz)
@@ -155,7 +165,9 @@ def _erf_bound(sigma: float, lipschitz: Any, mass: float, factor: float, range_f
     if constant == 0 or math.isinf(constant):
         return min(constant, cap)
     scale = factor * constant * sigma
-    if not 1e-250 < scale / mass < 1e250:  # the quotient would leave the normal floats; the two limits hold anyway
+    if (
+        not 1e-250 < scale / mass < 1e250
+    ):  # the quotient would leave the normal floats; the two limits hold anyway
         return min(constant, cap)
     return min(constant * math.erf(mass / scale) * _UP, constant, cap)
 

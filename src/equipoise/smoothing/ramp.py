@@ -68,7 +68,9 @@ def ramp_mean(t: ArrayLike, width: ArrayLike) -> tuple[Floats, Floats]:
     return np.where(right, down - _ROUND, low), np.where(right, np.minimum(above + _ROUND, 1), up)
 
 
-def ramp_quantile(p: ArrayLike, width: ArrayLike, side: Literal["both", "low", "up"] = "both") -> tuple[Floats, Floats]:
+def ramp_quantile(
+    p: ArrayLike, width: ArrayLike, side: Literal["both", "low", "up"] = "both"
+) -> tuple[Floats, Floats]:
     """`lower ≤ H_a⁻¹(p) ≤ upper` for p in [0, 1] and ramp width `a = 1/(L·σ) ≥ 0`; infinite at p = 0 and p = 1.
 
     The root comes from Halley steps; its two certified sides come from one more evaluation and two facts: left of
@@ -119,7 +121,9 @@ def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     start = _tabled(float(a[0]), z) if same else _guess(q, z, a)
     x = np.minimum(np.maximum(half - start, half - ceiling), half - floor)
     log_q = np.log(q) if not same else q
-    for _ in range(0 if same else 2):  # Halley on log H: nearly a parabola in the tail and nearly a line at the centre
+    for _ in range(
+        0 if same else 2
+    ):  # Halley on log H: nearly a parabola in the tail and nearly a line at the centre
         h, slope, bend, _ = _tail(x, a, False)
         rise = slope / h
         f = np.log(h) - log_q
@@ -140,7 +144,12 @@ def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     if not far:
         return low, np.full_like(low, np.inf)
     above = np.log1p((k + error) / q) * h / slope
-    up = (half - x) + above * np.where(above > 0, 1 + 1e-6, 1 - 1e-6) + moved + _ROUND * np.abs(above)
+    up = (
+        (half - x)
+        + above * np.where(above > 0, 1 + 1e-6, 1 - 1e-6)
+        + moved
+        + _ROUND * np.abs(above)
+    )
     ceiling = ceiling * (1 + _ROUND)
     up = np.minimum(up, ceiling)
     wrong |= ~(up >= low)
@@ -174,7 +183,9 @@ def _nodes(a: float) -> tuple[float, Floats, Floats]:
 def _guess(q: Floats, z: Floats, a: Floats) -> Floats:
     """Where to start: a ramp adds the variance a²/12 of a uniform law; far out only its upper corner is felt."""
     area = a * q
-    corner = np.where(area > 0.4, a / 2 - area + 0.4, a / 2 + np.sqrt(2 * np.log(0.4 / np.minimum(area, 0.4))))
+    corner = np.where(
+        area > 0.4, a / 2 - area + 0.4, a / 2 + np.sqrt(2 * np.log(0.4 / np.minimum(area, 0.4)))
+    )
     return np.minimum(z * np.sqrt(1 + a * a / 12), corner)
 
 

@@ -133,7 +133,11 @@ def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
     >>> len(map_grid())
     101
     """
-    values = np.geomspace(0.01, 50, 50) if temperatures is None else np.asarray(temperatures, dtype=np.float64)
+    values = (
+        np.geomspace(0.01, 50, 50)
+        if temperatures is None
+        else np.asarray(temperatures, dtype=np.float64)
+    )
     grid = [SimplexMap("hardmax")]
     return grid + [SimplexMap(name, float(t)) for name in ("softmax", "sparsemax") for t in values]
 
@@ -163,7 +167,13 @@ def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
 
 
 def plan_map(
-    chosen: SimplexMap, logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any = None
+    chosen: SimplexMap,
+    logits: Floats,
+    procedure: str,
+    n: int,
+    noise: Gaussian,
+    alpha: float,
+    lipschitz: Any = None,
 ) -> Plan:
     """The plan of one map: the hardmax is planned on counts, the others on scores.
 
@@ -180,7 +190,9 @@ def plan_map(
     scores = apply_map(chosen, logits)
     if chosen.votes:
         return plan_counts(row, scores.sum(axis=1), n, noise, alpha)
-    return plan_scores(row, scores, n, noise, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz))
+    return plan_scores(
+        row, scores, n, noise, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz)
+    )
 
 
 def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
@@ -193,7 +205,9 @@ def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothne
     """
     if lipschitz is None:
         return Smoothness()
-    return Smoothness(chosen.component_lipschitz(lipschitz, classes), chosen.pair_lipschitz(lipschitz))
+    return Smoothness(
+        chosen.component_lipschitz(lipschitz, classes), chosen.pair_lipschitz(lipschitz)
+    )
 
 
 def choose_map(
@@ -229,7 +243,9 @@ def choose_map(
         )
     candidates = list(map_grid() if grid is None else grid)
     noise = Gaussian(sigma)
-    hoped = np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates])
+    hoped = np.stack(
+        [plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates]
+    )
     if per_input:
         return [candidates[k] for k in hoped.argmax(axis=0)]
     finite = np.clip(hoped, 0, 1e6 * sigma)

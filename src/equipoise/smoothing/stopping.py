@@ -54,13 +54,17 @@ def certify_adaptive(
     if not isinstance(classifier, SmoothedClassifier):
         raise InputError(f"expected a SmoothedClassifier, got {type(classifier).__name__}")
     if classifier.map is not None and not classifier.map.votes:
-        raise Refused(f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify")
+        raise Refused(
+            f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify"
+        )
     row, spec = find_procedure(procedure), classifier.noise_spec(x)
     own = spec.setting(alpha, "")
     epsilon = target_radius + float(own.distance)
     parts, verdicts = [], []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
-        selection = classifier.counts(xi, n0, input_id=name, stream=Stream.SELECTION).astype(np.float64)
+        selection = classifier.counts(xi, n0, input_id=name, stream=Stream.SELECTION).astype(
+            np.float64
+        )
         order = np.argsort(-selection, kind="stable")
         test = TargetTest.of(row, selection[order], epsilon, own.noise)
         counts, draws = np.zeros(len(order), dtype=np.int64), 0
@@ -81,7 +85,9 @@ def certify_adaptive(
     return whole
 
 
-def _verdict(test: TargetTest, votes: Ints, draws: int, epsilon: float, setting: Setting) -> Verdict:
+def _verdict(
+    test: TargetTest, votes: Ints, draws: int, epsilon: float, setting: Setting
+) -> Verdict:
     """Certified by the e-process, or hopeless where confidence sequences exclude the target."""
     hits, rival = float(votes[0]), float(votes[1:].max())
     if test.log_e(hits, rival, draws) >= np.log(1 / setting.alpha):

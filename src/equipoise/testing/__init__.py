@@ -29,9 +29,21 @@ def find_suite(name: str) -> tuple[Check, ...]:
         return SUITES[name]
     installed = {entry.name: entry for entry in entry_points(group="equipoise.selfchecks")}
     if name not in installed:
-        raise InputError(f"there is no suite {name!r}; installed are {', '.join({**SUITES, **installed})}")
+        raise InputError(
+            f"there is no suite {name!r}; installed are {', '.join({**SUITES, **installed})}"
+        )
     checks: tuple[Check, ...] = installed[name].load()()
     return checks
 
 
-__all__ = ["REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "attack", "check_facts", "find_suite", "run"]
+__all__ = [
+    "REFERENCE_ROUNDING",
+    "SUITES",
+    "Check",
+    "Report",
+    "Tally",
+    "attack",
+    "check_facts",
+    "find_suite",
+    "run",
+]

@@ -56,7 +56,9 @@ def check_facts(
             label = f" ({run.steps[node].label})" if node in run.steps else ""
             for what, claimed, slack, actual in checks:
                 if not (actual <= claimed + slack + ROUNDING * abs(claimed) or math.isnan(actual)):
-                    wrong[f"node {node.name!r}{label}: {what} at most {claimed:.9g}, but {actual:.9g} occurs"] = None
+                    wrong[
+                        f"node {node.name!r}{label}: {what} at most {claimed:.9g}, but {actual:.9g} occurs"
+                    ] = None
         previous = values
     return list(wrong)
 
@@ -73,7 +75,9 @@ def _inputs(run: Propagation, ball: float, points: int, seed: int) -> list[list[
         spike = noise * (noise == noise.max())
         flat = (noise, flat + 1e-3 * noise, noise.sign(), spike, torch.ones_like(noise))[i % 5]
         flat = flat * (ball * (1 - 1e-12) * (1.0, 1.0, 0.3)[i % 3] / flat.norm())
-        rows.append([part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)])
+        rows.append(
+            [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        )
     return rows
 
 
@@ -102,12 +106,19 @@ def _sizes(signal: Signal, tensors: list[Tensor], slack: float) -> list[Comparis
         return []
     rows = max(float(torch.atleast_1d(t).norm(dim=-1).max()) for t in tensors)
     facts = [
-        ("the norm is", signal.norm, slack, _distance(tensors, [torch.zeros_like(t) for t in tensors])),
+        (
+            "the norm is",
+            signal.norm,
+            slack,
+            _distance(tensors, [torch.zeros_like(t) for t in tensors]),
+        ),
         ("the norm of rows is", signal.row, slack, rows),
         ("entries are", signal.peak, slack, max(float(t.abs().max()) for t in tensors)),
     ]
     if not signal.dtype.is_complex:
-        facts.append(("minus the lowest entry is", -signal.low, slack, -min(float(t.min()) for t in tensors)))
+        facts.append(
+            ("minus the lowest entry is", -signal.low, slack, -min(float(t.min()) for t in tensors))
+        )
     return facts
 
 
@@ -128,7 +139,11 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
 def _stretches(run: Propagation, node: fx.Node, x: Values, y: Values) -> list[Comparison]:
     """How far two inputs are driven apart, and how far this operation, and the bound up to here, allow."""
     reached = _distance(x[node], y[node])
-    slack = ROUNDING * (_largest(run, node, x) + _largest(run, node, y)) * math.sqrt(sum(t.numel() for t in x[node]))
+    slack = (
+        ROUNDING
+        * (_largest(run, node, x) + _largest(run, node, y))
+        * math.sqrt(sum(t.numel() for t in x[node]))
+    )
     checks = []
     step = run.steps.get(node)
     if step is not None:
@@ -137,7 +152,9 @@ def _stretches(run: Propagation, node: fx.Node, x: Values, y: Values) -> list[Co
         checks.append(("its rule lets it move", most, slack, reached))
 
     gap = math.hypot(*(_distance(x[i], y[i]) for i in run.program.inputs))
-    scale = max(float(t.abs().max()) for values in (x, y) for ts in values.values() for t in ts if t.numel())
+    scale = max(
+        float(t.abs().max()) for values in (x, y) for ts in values.values() for t in ts if t.numel()
+    )
     for name in ("product", "fused"):
         total = exp_up(getattr(run.facts[node], name)) * gap
         checks.append((f"by {name} it moves", total, slack + ROUNDING * scale, reached))

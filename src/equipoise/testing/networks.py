@@ -28,11 +28,15 @@ _COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _attack_bound(batch: Batch, network: nn.Module, x: Tensor, what: str, ball: float | None = None) -> float:
+def _attack_bound(
+    batch: Batch, network: nn.Module, x: Tensor, what: str, ball: float | None = None
+) -> float:
     """Record the bound of a network, everywhere or on a ball, against the stretch that gradient ascent on pairs reaches."""
     upper = float(lipschitz_bound(network, x, ball=ball).upper)
     # the promise is about the weights as stored, which a copy in float64 would compute anew
-    witness = attack(0.0, export(network), x, ball=ball, starts=9, steps=12, seed=batch.integer(0, 2**31))
+    witness = attack(
+        0.0, export(network), x, ball=ball, starts=9, steps=12, seed=batch.integer(0, 2**31)
+    )
     stretch = witness.stretch if witness else 0.0
     batch.tally.record(None, upper, stretch, what)
     return stretch
@@ -69,7 +73,9 @@ def random_networks(batch: Batch) -> None:
     torch.manual_seed(batch.integer(0, 2**31))
     blocks = batch.choose(_image_blocks, _vector_blocks)
     size = batch.choose(2, 4)
-    network = nn.Sequential(*[_random_block(batch, blocks, size) for _ in range(batch.integer(1, 5))], nn.Flatten(1))
+    network = nn.Sequential(
+        *[_random_block(batch, blocks, size) for _ in range(batch.integer(1, 5))], nn.Flatten(1)
+    )
     for module in network.eval().modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.running_var = torch.empty(size).uniform_(0.2, 3.0)

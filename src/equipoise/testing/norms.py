@@ -24,7 +24,9 @@ _MATRICES: dict[str, Callable[..., Tensor]] = {
     # the Frobenius norm is the norm, so the upper end is as close as rounding allows
     "rank one": lambda g, b, m, n: g(b, m, 1) @ g(b, 1, n),
     # all singular values equal (up to 1e-7): Gram iteration is slowest here
-    "flat": lambda g, b, m, n: torch.linalg.qr(g(b, max(m, n), max(m, n)))[0][:, :m, :n] + 1e-7 * g(b, m, n),
+    "flat": lambda g, b, m, n: (
+        torch.linalg.qr(g(b, max(m, n), max(m, n)))[0][:, :m, :n] + 1e-7 * g(b, m, n)
+    ),
     # entries of very different sizes: small ones are lost beside large ones
     "graded": lambda g, b, m, n: g(b, m, n) * torch.exp(-8 * g(b, m, n).abs()),
     # mostly zeros, some matrices entirely zero
@@ -74,7 +76,9 @@ def random_matrices(batch: Batch) -> None:
 
     method = {"method": "cholesky" if count == 1 else "gram"}
     options = batch.choose({}, method, {"dtype": torch.float32})
-    bracket = bracket_of(batch, W.squeeze(0).to(batch.device), rtol=batch.choose(1e-1, 1e-3, 1e-6), **options)
+    bracket = bracket_of(
+        batch, W.squeeze(0).to(batch.device), rtol=batch.choose(1e-1, 1e-3, 1e-6), **options
+    )
     what = f"{batch.label}: {kind} {m}×{n} {dtype} × {scale:g}, {options}"
     batch.tally.record(bracket.lower, bracket.upper, truth(W), what)
 
@@ -97,7 +101,9 @@ def random_convolutions(batch: Batch) -> None:
         weight.flatten(2)[..., 1:] = 0  # one tap
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Complex modules")  # converting one warns that they are new
+        warnings.filterwarnings(
+            "ignore", message="Complex modules"
+        )  # converting one warns that they are new
         norm = reference_norm(fill(layer, weight), shape)
         scale = 2.0 ** batch.choose(0, -100, 100)  # exact, beyond the range of the SVD's squares
         compare(batch, fill(layer, weight * scale).to(batch.device), shape, norm * scale)
@@ -115,12 +121,21 @@ def _random_layer(batch: Batch) -> tuple[Any, tuple[int, ...]]:
 
     while True:  # until PyTorch takes the padding
         kind, options = batch.choose(
-            *[("Conv", {"padding_mode": mode}) for mode in ("zeros", "zeros", "circular", "reflect", "replicate")],
+            *[
+                ("Conv", {"padding_mode": mode})
+                for mode in ("zeros", "zeros", "circular", "reflect", "replicate")
+            ],
             ("ConvTranspose", {"output_padding": axes(0, 0, 1)}),
         )
         kernel = axes(1, 2, 3, 4, 5)
-        options |= {"stride": axes(1, 1, 2, 3), "padding": axes(0, 0, 1, 2, 3), "dilation": axes(1, 1, 2)}
-        layer = getattr(nn, f"{kind}{dims}d")(*channels, kernel, groups=groups, bias=False, **options)
+        options |= {
+            "stride": axes(1, 1, 2, 3),
+            "padding": axes(0, 0, 1, 2, 3),
+            "dilation": axes(1, 1, 2),
+        }
+        layer = getattr(nn, f"{kind}{dims}d")(
+            *channels, kernel, groups=groups, bias=False, **options
+        )
         shape = (channels[0], *[batch.integer(1, most) for _ in range(dims)])
         with contextlib.suppress(RuntimeError, ValueError):
             if layer(torch.zeros(1, *shape)).numel():

@@ -62,7 +62,9 @@ class Tally:
         for side, wrong, ends in (("upper", too_low, upper), ("lower", too_high, lower)):
             for i in wrong.nonzero().flatten().tolist():
                 self.violations += 1
-                self.explain(f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})")
+                self.explain(
+                    f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})"
+                )
 
         positive = truth > 0
         if bool(positive.any()):
@@ -172,7 +174,9 @@ def run(
         begin = time.perf_counter()
         number = 0
         while number == 0 or tally.seconds < seconds / len(checks):
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{check.name}/{number}".encode()))
+            generator = torch.Generator().manual_seed(
+                zlib.crc32(f"{seed}/{check.name}/{number}".encode())
+            )
             batch = Batch(place, generator, tally, f"{check.name}, seed {seed}, batch {number}")
             try:
                 check.run(batch)

@@ -17,6 +17,14 @@ from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Document, Model, Optimizer, fill_in
 from equipoise.train.processes import generator
 
+_OPTIMIZERS: Document = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "muon": Muon,
+}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -64,7 +72,9 @@ class Parts:
 
     def fingerprint(self) -> str:
         """Of the training split and the test split."""
-        return " ".join(part.source.fingerprint() for part in (self.train, self.test) if part is not None)
+        return " ".join(
+            part.source.fingerprint() for part in (self.train, self.test) if part is not None
+        )
 
 
 def build_data(data: Data) -> Parts:
@@ -75,7 +85,9 @@ def build_data(data: Data) -> Parts:
     order = _shuffled(whole, data.limit)
     held = round(data.validation * len(order))
     if data.validation and not 0 < held < len(order):
-        raise InputError(f"data.validation = {data.validation} of {len(order)} examples leaves one part empty")
+        raise InputError(
+            f"data.validation = {data.validation} of {len(order)} examples leaves one part empty"
+        )
     train = Part(whole, order[held:].sort().values)
     validation = Part(whole, order[:held].sort().values) if held else None
     test = None
@@ -94,9 +106,13 @@ def _load(data: Data, split: str, like: Any = None) -> Any:
     from equipoise.data import load_dataset
 
     path = fill_in(data.path)
-    reader = partial(load_dataset, layout=data.layout) if data.reader is None else resolve(data.reader)
+    reader = (
+        partial(load_dataset, layout=data.layout) if data.reader is None else resolve(data.reader)
+    )
     source = reader(path, split)
-    if like is not None and (source.input_shape != like.input_shape or source.num_classes > like.num_classes):
+    if like is not None and (
+        source.input_shape != like.input_shape or source.num_classes > like.num_classes
+    ):
         raise InputError(
             f"{path}#{split}: inputs of shape {source.input_shape} with {source.num_classes} classes do not go with those of "
             f"the training split, {like.input_shape} with {like.num_classes}: one network cannot take both"
@@ -118,7 +134,9 @@ def build_model(model: Model, source: Any) -> tuple[nn.Module, Document]:
     target = resolve(model.factory)
     if callable(target):
         accepted = inspect.signature(target).parameters
-        arguments = {name: value for name, value in _facts(source).items() if name in accepted} | arguments
+        arguments = {
+            name: value for name, value in _facts(source).items() if name in accepted
+        } | arguments
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
@@ -143,14 +161,24 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
             f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
             "change model.arguments or the data"
         ) from error
-    if isinstance(outputs, Tensor) and outputs.dim() == 2 and 1 < outputs.shape[1] < source.num_classes:
-        raise InputError(f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes")
+    if (
+        isinstance(outputs, Tensor)
+        and outputs.dim() == 2
+        and 1 < outputs.shape[1] < source.num_classes
+    ):
+        raise InputError(
+            f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes"
+        )
 
 
 def _facts(source: Any) -> Document:
     """What the data say about the network; inputs are (channels, …) or (features,)."""
     shape = list(source.input_shape)
-    facts: Document = {"num_classes": source.num_classes, "input_shape": shape, **getattr(source, "facts", {})}
+    facts: Document = {
+        "num_classes": source.num_classes,
+        "input_shape": shape,
+        **getattr(source, "facts", {}),
+    }
     if len(shape) == 1:
         return facts | {"in_features": shape[0]}
     return facts | {"in_channels": shape[0], "input_size": shape[1:]}
@@ -166,27 +194,26 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise InputError("the network has no parameters to train")
-    decays = {p: p.ndim > 1 or optimizer.decay == "all" for p in trained}
+    spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
+    decayed = [p for p in trained if all(p is not other for other in spared)]
     groups: list[Document] = [
-        {"params": [p for p in trained if decays[p] == decayed], "weight_decay": optimizer.weight_decay * decayed}
-        for decayed in (True, False)
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
     ]
-
-    kinds: Document = {
-        "sgd": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "nadam": torch.optim.NAdam,
-        "muon": Muon,
-    }
-    kind = kinds[optimizer.base if optimizer.two_steps else optimizer.kind]
+    kind: Any = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
     accepted = inspect.signature(kind).parameters
-    options = {name: getattr(optimizer, name) for name in ("momentum", "nesterov", "betas") if name in accepted}
-    if not optimizer.two_steps:
-        built: torch.optim.Optimizer = kind(groups, lr=optimizer.lr, **options)
-        return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
-    try:
-        from pytorch_optimizer import SAM
-    except ImportError as error:
-        raise InputError(f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
-    return SAM(groups, kind, rho=optimizer.rho, adaptive=optimizer.kind == "asam", lr=optimizer.lr, **options)
+    options: Document = {
+        name: getattr(optimizer, name)
+        for name in ("lr", "momentum", "nesterov", "betas")
+        if name in accepted
+    }
+    if optimizer.two_steps:
+        try:
+            from pytorch_optimizer import SAM
+        except ImportError as error:
+            raise InputError(
+                f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'"
+            ) from error
+        return SAM(groups, kind, optimizer.rho, optimizer.kind == "asam", **options)
+    built: torch.optim.Optimizer = kind(groups, **options)
+    return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)

@@ -14,12 +14,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator, validate_call
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+    validate_call,
+)
 
 from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
@@ -39,7 +46,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 AtLeastOne = Annotated[int, Field(ge=1, le=10**9)]
-Few = Annotated[int, Field(ge=1, le=100)]  # noisy copies, steps of an attack: each costs a pass through the network
+Few = Annotated[
+    int, Field(ge=1, le=100)
+]  # noisy copies, steps of an attack: each costs a pass through the network
 
 
 class Part(BaseModel):
@@ -60,7 +69,9 @@ class Choice(BaseModel):
         return dict(self.model_extra or {})
 
 
-Named = Annotated[Choice, BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)]
+Named = Annotated[
+    Choice, BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
+]
 
 
 class Model(Part):
@@ -119,7 +130,9 @@ class Optimizer(Part):
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         if self.lookahead is not None and self.two_steps:
-            raise ValueError(f"lookahead does not go with {self.kind}, which takes two steps in one")
+            raise ValueError(
+                f"lookahead does not go with {self.kind}, which takes two steps in one"
+            )
         return self
 
 
@@ -185,7 +198,6 @@ class Recipe(Part):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     metrics: Metrics = Metrics()
     checkpoint_steps: AtLeastOne | None = None
-    tensorboard: bool = False
 
     def to_dict(self) -> Document:
         """Plain JSON data, defaults included; infinite numbers are the text "Infinity", which is read as a number again."""
@@ -193,7 +205,9 @@ class Recipe(Part):
         return plain
 
 
-def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
+def from_table(
+    table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any
+) -> Any:
     """The chosen row of a table, called with `first` and the choice's arguments.
 
     The arguments are converted and checked by the row's annotations. A kind `package.module:function` is imported.
@@ -206,13 +220,19 @@ def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: s
     """
     row = resolve(choice.kind) if SPEC.match(choice.kind) else table.get(choice.kind)
     if row is None:
-        hint = did_you_mean(choice.kind, table, 0.5) or f"; the kinds are {', '.join(sorted(table))}"
+        hint = (
+            did_you_mean(choice.kind, table, 0.5) or f"; the kinds are {', '.join(sorted(table))}"
+        )
         raise InputError(f"{where}: no kind {choice.kind!r}{hint}")
-    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(functools.partial(row, *first))
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(
+        functools.partial(row, *first)
+    )
     try:
         return checked(**choice.arguments)
     except ValidationError as error:
-        raise InputError(explain(error, f"{where} ({choice.kind})", inspect.signature(row).parameters)) from error
+        raise InputError(
+            explain(error, f"{where} ({choice.kind})", inspect.signature(row).parameters)
+        ) from error
     except TypeError as error:  # options that the row hands on
         raise InputError(f"{where} ({choice.kind}): {one_line(error)}") from error
 
@@ -223,13 +243,15 @@ def bundled() -> dict[str, str]:
     >>> "sll-sr-digits" in bundled()
     True
     """
-    folder = resources.files("equipoise.train") / "recipes"
-    files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    return {item.name.removesuffix(".yaml"): item.read_text(encoding="utf-8") for item in files}
+    files = sorted((Path(__file__).parent / "recipes").glob("*.yaml"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in files}
 
 
 def read_recipe(
-    source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = (), *, allow_code: bool = False
+    source: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Iterable[str] = (),
+    *,
+    allow_code: bool = False,
 ) -> Recipe:
     """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with overrides on top.
 
@@ -272,7 +294,9 @@ def _read(source: str, allow_code: bool) -> Any:
         recipes = bundled()
         if source not in recipes:
             hint = did_you_mean(source, recipes, 0.5)
-            raise InputError(f"no bundled recipe {source!r}{hint}; `equipoise train --list` shows them")
+            raise InputError(
+                f"no bundled recipe {source!r}{hint}; `equipoise train --list` shows them"
+            )
         return {"name": source, **parse(recipes[source], source)}
     document = parse(read_bounded(path, _LARGEST), source)
     if isinstance(document, dict):
@@ -343,7 +367,11 @@ def _merge(base: Document, new: Document) -> Document:
     merged = dict(base)
     for key, value in new.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+        if (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
             value = _merge(old, value)
         merged[key] = value
     return merged

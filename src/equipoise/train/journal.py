@@ -42,65 +42,84 @@ class Position(BaseModel):
     plain: dict[str, bool | int | float | str | None] = {}
 
 
-class Journal:
-    """A folder that belongs to one recipe; only one process at a time trains in it."""
+def claim(
+    folder: Path, document: Mapping[str, Any], stack: contextlib.ExitStack
+) -> tuple[State, Position] | None:
+    """Make the folder that of this recipe and its data, or refuse; its last state if there is one.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._lock = contextlib.ExitStack()
+    Args:
+        folder: of the run.
+        document: the recipe and the data's fingerprint.
+        stack: keeps the lock: only one process at a time trains in a folder.
+    """
+    path = folder / "recipe.json"
+    if not path.exists():
+        # what a killed start left (the state's folder, locks, temporary files) does not count
+        names = [item.name for item in folder.glob("[!.]*") if item.name != "state"]
+        if names:
+            raise InputError(
+                f"{folder} holds {names[0]!r} and no training run: choose another, empty --run-dir"
+            )
+    try:
+        (folder / "state").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot train in {folder}: {error.strerror}") from error
+    busy = f"another process trains in {folder}: wait for it, or choose another --run-dir"
+    stack.enter_context(locked(folder / ".lock", busy))
+    if path.exists():
+        stored: Any = read_json(path)
+        changed = [key for key, value in document.items() if stored.get(key) != value]
+        if changed:
+            listed = "; ".join(f"{key}: {stored.get(key)} → {document[key]}" for key in changed)
+            raise InputError(
+                f"{folder} belongs to another recipe ({listed}): choose another --run-dir, or remove this one"
+            )
+    else:
+        atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    return read_state(folder / STATE) if (folder / STATE).exists() else None
 
-    def open(self, document: Mapping[str, Any]) -> tuple[State, Position] | None:
-        """Claim the folder for this recipe and its data, and read the last state if there is one."""
-        path = self.folder / "recipe.json"
-        try:
-            # what a killed start left (the state's folder, locks, temporary files) does not count
-            names = [] if path.exists() or not self.folder.exists() else [p.name for p in self.folder.iterdir()]
-            foreign = [name for name in names if name != "state" and not name.startswith(".")]
-            if foreign:
-                raise InputError(
-                    f"{self.folder} holds {foreign[0]!r} and no training run: choose another, empty --run-dir"
-                )
-            (self.folder / "state").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
-        busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
-        self._lock.enter_context(locked(self.folder / ".lock", busy))
-        if path.exists():
-            stored: Any = read_json(path)
-            changed = [key for key, value in document.items() if stored.get(key) != value]
-            if changed:
-                listed = "; ".join(f"{key}: {stored.get(key)} → {document[key]}" for key in changed)
-                raise InputError(
-                    f"{self.folder} belongs to another recipe ({listed}): choose another --run-dir, or remove this one"
-                )
-        else:
-            atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-        return read_state(self.folder / STATE) if (self.folder / STATE).exists() else None
 
-    def save(self, state: State, position: Position) -> None:
-        """Replace the stored state.
+def save_state(folder: Path, state: State, position: Position) -> None:
+    """Replace the stored state.
 
-        Args:
-            state: tensors and plain values.
-            position: where the run is.
-        """
-        from safetensors.torch import save
+    Args:
+        folder: of the run.
+        state: tensors and plain values.
+        position: where the run is.
+    """
+    flat = {f"{part}|{name}": v for part, named in state.items() for name, v in named.items()}
+    tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in flat.items() if name not in tensors}
+    text = position.model_copy(update={"plain": plain}).model_dump_json()
+    metadata = {"position": text, "digest": _digest(tensors, text)}
+    write_tensors(folder / STATE, tensors, metadata)
 
-        flat = {f"{part}|{name}": value for part, named in state.items() for name, value in named.items()}
-        tensors = {name: v.detach().cpu().contiguous().clone() for name, v in flat.items() if isinstance(v, Tensor)}
-        plain = {name: value for name, value in flat.items() if name not in tensors}
-        text = position.model_copy(update={"plain": plain}).model_dump_json()
-        metadata = {"position": text, "digest": _digest(tensors, text)}
-        atomic_write(self.folder / STATE, save(tensors, metadata=metadata))
 
-    def write_metrics(self, history: list[Document]) -> None:
-        """Replace `metrics.jsonl`."""
-        lines = [json.dumps(row, allow_nan=False) + "\n" for row in history]
-        atomic_write(self.folder / "metrics.jsonl", "".join(lines))
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """A safetensors file, whole or not at all.
 
-    def close(self) -> None:
-        """Let others train here."""
-        self._lock.close()
+    Args:
+        path: of the file.
+        tensors: by name; they may share memory.
+        metadata: texts for its header.
+    """
+    from safetensors.torch import save
+
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    atomic_write(path, save(own, metadata=metadata))
+
+
+def write_metrics(folder: Path, history: list[Document]) -> None:
+    """Replace `metrics.jsonl`.
+
+    Args:
+        folder: of the run.
+        history: a row per epoch.
+    """
+    lines = [json.dumps(row, allow_nan=False) + "\n" for row in history]
+    atomic_write(folder / "metrics.jsonl", "".join(lines))
 
 
 def read_state(path: Path) -> tuple[State, Position]:
@@ -115,7 +134,9 @@ def read_state(path: Path) -> tuple[State, Position]:
             raise ValueError("its digest does not fit")
         position = Position.model_validate_json(header["position"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"the state {path} is damaged: remove it and the run starts over") from error
+        raise InputError(
+            f"the state {path} is damaged: remove it and the run starts over"
+        ) from error
     state: State = {}
     for key, value in {**tensors, **position.plain}.items():
         part, _, name = key.partition("|")

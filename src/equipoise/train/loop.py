@@ -23,13 +23,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
-from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
-from equipoise.train.journal import Journal, Position, State
+from equipoise.train.journal import (
+    Position,
+    State,
+    claim,
+    save_state,
+    write_metrics,
+    write_tensors,
+)
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.processes import from_first, key, rank, world
@@ -37,8 +43,6 @@ from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Cont
 
 #: inputs in the bundle of a trained network
 _BUNDLED = 500
-#: what torch raises if tensors of a state do not fit a network
-_MISFITS = (RuntimeError, KeyError, ValueError, IndexError, TypeError, AttributeError)
 
 
 class Diverged(EquipoiseError):
@@ -115,21 +119,28 @@ def run_recipe(
     (1, True)
     """
     checked = read_recipe(recipe, overrides, allow_code=allow_code)
+    folder = None if run_dir is None else Path(run_dir)
     began = time.monotonic()
-    with torch.random.fork_rng():
+    deadline = math.inf if minutes is None else began + 60 * minutes
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(checked.seed)
         run = None
         try:
-            run = Training(checked, build_data(checked.data), _accelerator(cpu), run_dir, progress, model)
-            final = run.train(math.inf if minutes is None else began + 60 * minutes)
-        except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error):
-                raise InputError(f"{checked.name} does not fit into memory: {one_line(error)}") from error
+            run = Training(checked, build_data(checked.data), _accelerator(cpu), model, progress)
+            stack.callback(run.close)
+            final = _train(run, folder, deadline, stack)
+        except EquipoiseError:
             raise
-        finally:
-            if run is not None:
-                run.close()
-    folder = None if run_dir is None else Path(run_dir)
+        except Exception as error:
+            reason = one_line(error)
+            if out_of_memory(error):
+                raise InputError(f"{checked.name} does not fit into memory: {reason}") from error
+            if run is not None and run.resumed:
+                raise InputError(
+                    f"the stored state does not fit the recipe's network: {reason}; remove it and the run starts over"
+                ) from error
+            raise
     seconds = time.monotonic() - began
     finished = run.epoch == checked.epochs
     return Result(checked, run.measured.eval(), run.history, final, seconds, folder, finished)
@@ -164,7 +175,8 @@ def plan_recipe(recipe: Recipe) -> Document:
     parts = build_data(recipe.data)
     seconds = step_seconds(recipe, parts)
     steps = recipe.epochs * (len(parts.train) // min(recipe.batch_size, len(parts.train)))
-    return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": steps * seconds / 3600}
+    hours = steps * seconds / 3600
+    return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": hours}
 
 
 class _SingleProcess:
@@ -190,28 +202,16 @@ def _accelerator(cpu: bool) -> Any:
     return Accelerator(cpu=cpu)
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from accelerate.tracking import TensorBoardTracker
-
-        tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1)
-        tracker.start()
-    except ImportError as error:
-        raise InputError("tensorboard: true needs tensorboard: pip install 'equipoise[train]'") from error
-    return tracker
-
-
 class Training:
-    """The state of a run and one method per thing that happens to it."""
+    """What a recipe trains, and how far it came; `take_step` is one step of the optimizer."""
 
     def __init__(
         self,
         recipe: Recipe,
         parts: Parts,
         accelerator: Any,
-        folder: str | Path | None = None,
-        progress: Report | None = None,
         model: nn.Module | None = None,
+        progress: Report | None = None,
     ) -> None:
         self.recipe = recipe
         self.parts = parts
@@ -219,7 +219,9 @@ class Training:
         self.device: torch.device = accelerator.device
         size = min(recipe.batch_size, len(parts.train))
         if size % world():
-            raise InputError(f"batches of {size} examples cannot be shared equally by {world()} processes")
+            raise InputError(
+                f"batches of {size} examples cannot be shared equally by {world()} processes"
+            )
         # the rest of an epoch is left out, and every epoch leaves out another one
         self.batches = len(parts.train) // size
         self.steps = recipe.epochs * self.batches
@@ -235,7 +237,9 @@ class Training:
         self.objective: Objective = plain(self.task)
         if recipe.noise is not None:
             self.objective = from_table(OBJECTIVES, recipe.noise, "noise", self.task)
-        self.augmentations = [from_table(AUGMENTATIONS, choice, "data.augment") for choice in recipe.data.augment]
+        self.augmentations = [
+            from_table(AUGMENTATIONS, choice, "data.augment") for choice in recipe.data.augment
+        ]
         self.optimizer = build_optimizer(recipe.optimizer, model)
         model.to(self.device)
         self.network = accelerator.prepare_model(model)
@@ -245,62 +249,32 @@ class Training:
         # after the average was copied: penalties may put hooks on the network
         example = torch.zeros_like(parts.train.batch(torch.tensor([0]))[0]).to(self.device)
         context = Context(model, self.task, example)
-        self.penalties = [from_table(REGULARIZERS, choice, "regularizers", context) for choice in recipe.regularizers]
-        self.projections = [from_table(PROJECTIONS, choice, "projections", context) for choice in recipe.projections]
+        self.penalties = [
+            from_table(REGULARIZERS, choice, "regularizers", context)
+            for choice in recipe.regularizers
+        ]
+        self.projections = [
+            from_table(PROJECTIONS, choice, "projections", context) for choice in recipe.projections
+        ]
 
         self.epoch = self.batch = self.step = 0
-        self.saved: int | None = None
-        self.totals = Totals(self.device)
+        self.totals = Totals()
         self.history: list[Document] = []
-        self.certified: Certified | None = None
-        self.remembers = folder is not None
-        self.journal = Journal(folder) if folder is not None and rank() == 0 else None  # one process writes
-        self.tracker: Any = None
+        #: a state was restored and no step was taken since
+        self.resumed = False
 
     @property
     def measured(self) -> nn.Module:
         """The network that is measured and kept: the moving average where there is one."""
         return self.model if self.average is None else self.average.module
 
-    def train(self, deadline: float = math.inf) -> Document:
-        """All epochs that are left, or until the deadline, then the finished network; the last figures."""
-        self._open()
-        while self.epoch < self.recipe.epochs:
-            began = time.monotonic()
-            if not self._run_epoch(deadline):
-                self._save()
-                row = self._measure(last=True)
-                break
-            row = {**self._finish_epoch(), **self._measure(last=self.epoch == self.recipe.epochs)}
-            row["seconds"] = round(time.monotonic() - began, 3)
-            self._record(row)
-        else:
-            row = self.history[-1]
-        self._finish(row)
-        return row
-
-    def _run_epoch(self, deadline: float) -> bool:
-        """Whether the rest of the epoch was done before the deadline."""
-        self.model.train()
-        order = self.parts.train.order(self.recipe.seed, self.epoch)
-        while self.batch < self.batches:
-            if deadline < math.inf and from_first(time.monotonic() > deadline):
-                return False
-            try:
-                loss = self.take_step(order)
-            except _MISFITS as error:
-                if self.step != self.saved or out_of_memory(error):
-                    raise
-                raise self._misfit(error) from error  # the first step after a resume
-            self.batch += 1
-            self.step += 1
-            checkpoint = self.recipe.checkpoint_steps
-            if checkpoint is not None and self.step % checkpoint == 0 and self.batch < self.batches:
-                self._save()
-            shown = loss.item() if self.device.type == "cpu" else None
-            self._report(self.epoch + 1, loss=shown)
-        self._require_finite()
-        return True
+    @property
+    def stateful(self) -> Document:
+        """What has a `state_dict` of tensors, by its name in a checkpoint."""
+        items = {"model": self.model, "average": self.average}
+        items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
+        items |= {f"projection/{i}": term.keeper for i, term in enumerate(self.projections)}
+        return {name: item for name, item in items.items() if hasattr(item, "state_dict")}
 
     def take_step(self, order: Tensor) -> Tensor:
         """One step of the optimizer; the loss of this process's share of the batch.
@@ -309,7 +283,8 @@ class Training:
             order: the positions of the epoch.
         """
         recipe = self.recipe
-        torch.manual_seed(key(recipe.seed, "network", self.step, rank()))  # what the network itself draws (dropout)
+        # what the network itself draws (dropout)
+        torch.manual_seed(key(recipe.seed, "network", self.step, rank()))
         positions = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
         share = len(positions) // world()
         first = rank() * share
@@ -326,13 +301,8 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         losses, output = self._backward(batch)
         if recipe.optimizer.two_steps:
-            self.optimizer.first_step(zero_grad=True)  # type: ignore[attr-defined]
             with frozen_statistics(self.model):
-                self._backward(batch)
-        if recipe.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
-        if recipe.optimizer.two_steps:
-            self.optimizer.second_step()  # type: ignore[attr-defined]
+                self.optimizer.step(lambda: self._backward(batch)[0]["loss"].item())
         else:
             self.optimizer.step()
         for project in self.projections:
@@ -345,11 +315,15 @@ class Training:
         with torch.no_grad():
             for name, (hits, tried) in self.task.counts(output, y, quick=True).items():
                 self.totals.add(name, hits, tried)
+        self.batch += 1
+        self.step += 1
+        self.resumed = False
         return losses["loss"]
 
     def _backward(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
-        """Gradients of loss and penalties; both, and the output."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+        """Gradients of loss and penalties, clipped; both, and the output."""
+        recipe = self.recipe
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
             loss, output = self.objective(batch)
         losses = {"loss": loss.detach()}
         penalties = [penalty(batch.x, batch.y).to(loss.dtype) for penalty in self.penalties]
@@ -358,170 +332,189 @@ class Training:
             losses["penalty"] = penalty.detach()
             loss = loss + penalty
         loss.backward()
+        if recipe.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
         return losses, output
 
-    def _require_finite(self) -> None:
-        means = self.totals.means()
-        broken = [f"the {name}" for name in ("loss", "penalty") if means.get(name, 0.0) is None]
-        weights = self.model.state_dict().items()
-        broken += [repr(k) for k, v in weights if v.is_floating_point() and not bool(torch.isfinite(v).all())]
-        if broken:
-            saved = "" if self.saved is None else f"; the last good checkpoint is that of step {self.saved}"
-            raise Diverged(
-                f"training diverged: {broken[0]} is not finite after step {self.step} of {self.steps} "
-                f"(epoch {self.epoch + 1}); try a smaller optimizer.lr or optimizer.clip{saved}"
-            )
+    def report(self, epoch: int, **figures: Any) -> None:
+        """Tell the caller's progress display.
 
-    def _finish_epoch(self) -> Document:
-        """The epoch's training figures; the counters start anew."""
-        means = self.totals.means()
-        self.totals = Totals(self.device)
-        self.epoch += 1
-        self.batch = 0
-        return {name if name == "penalty" else f"train_{name}": value for name, value in means.items()}
-
-    def _measure(self, last: bool) -> Document:
-        """The figures of the network as it is: all of them if they are the last."""
-        metrics = self.recipe.metrics
-        if world() > 1:  # all processes measure one network: batch statistics are those of the first
-            for buffer in self.measured.buffers():
-                distributed.broadcast(buffer, 0)
-        lr = self.recipe.optimizer.lr * factor(self.recipe.schedule, max(0, self.step - 1), self.steps)
-        row: Document = {"epoch": self.epoch, "step": self.step, "lr": lr}
-        self.certified = None
-        if metrics.bound and (last or (metrics.bound_every and self.epoch % metrics.bound_every == 0)):
-            # machines may round differently: one bound for all
-            self.certified = from_first(certified_bound(self.measured.eval(), self.shape, metrics.rtol))
-            row["bound"] = self.certified.upper
-            if self.certified.reason:
-                row["bound_reason"] = self.certified.reason
-        if self.parts.measured is not None and (last or self.epoch % metrics.every == 0):
-            row["split"], part = self.parts.measured
-            options = (self.task, self.device, metrics, self.certified)
-            row |= evaluate(self.measured, part, *options)
-            if last and row["split"] == "validation" and self.parts.test is not None:
-                row["test"] = evaluate(self.measured, self.parts.test, *options)
-        return row
-
-    def _record(self, row: Document) -> None:
-        self.history.append(row)
-        self._save()
-        if self.journal is not None:
-            self.journal.write_metrics(self.history)
-        if self.tracker is not None:
-            certified = {f"certified_accuracy/{e}": a for e, a in row.get("certified_accuracy", {}).items()}
-            numbers = {name: value for name, value in row.items() if isinstance(value, float)}
-            self.tracker.log(numbers | certified, self.step)
-        self._report(self.epoch, row=row)
-
-    def _report(self, epoch: int, **figures: Any) -> None:
+        Args:
+            epoch: counted from 1.
+            figures: the loss of a step, or the row of an epoch.
+        """
         if self.progress is not None and rank() == 0:
             self.progress(Progress(self.step, self.steps, epoch, self.recipe.epochs, **figures))
 
-    def _stateful(self) -> Document:
-        """What has a `state_dict` of tensors, by its name in a checkpoint."""
-        items = {"model": self.model, "average": self.average}
-        items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
-        items |= {f"projection/{i}": term.keeper for i, term in enumerate(self.projections)}
-        return {name: item for name, item in items.items() if hasattr(item, "state_dict")}
-
-    def _save(self) -> None:
-        """Replace the checkpoint by everything that the rest of the run depends on."""
-        self._require_finite()
-        if not self.remembers:
-            return
-        state: State = {name: item.state_dict() for name, item in self._stateful().items()}
-        state |= {f"optimizer/{index}": entries for index, entries in self.optimizer.state_dict()["state"].items()}
-        state["totals"] = self.totals.reduced()
-        if self.journal is not None:
-            position = Position(epoch=self.epoch, batch=self.batch, step=self.step, history=self.history)
-            self.journal.save(state, position)
-        self.saved = self.step
-
-    def _open(self) -> None:
-        """Claim the folder and restore its last state; what stops one process stops all, with the same sentence."""
-        outcome: Any = None
-        if self.journal is not None:
-            try:
-                outcome = self.journal.open({**self.recipe.to_dict(), "fingerprint": self.parts.fingerprint()})
-            except EquipoiseError as error:
-                outcome = error
-        outcome = from_first(outcome)
-        if isinstance(outcome, EquipoiseError):
-            raise outcome
-        if outcome is not None:
-            try:
-                self._restore(*outcome)
-            except _MISFITS as error:
-                raise self._misfit(error) from error
-        if self.journal is not None and self.history:
-            self.journal.write_metrics(self.history)
-        if self.journal is not None and self.recipe.tensorboard:
-            self.tracker = _tensorboard(self.journal.folder, self.step)
-
-    def _misfit(self, error: Exception) -> InputError:
-        return InputError(
-            f"the stored state does not fit the recipe's network: {one_line(error)}; remove it and the run starts over"
-        )
-
-    def _restore(self, state: State, position: Position) -> None:
-        for name, item in self._stateful().items():
-            item.load_state_dict(state.get(name, {}))
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        moments = {i: state[f"optimizer/{i}"] for i in range(count) if f"optimizer/{i}" in state}
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
-
-        self.epoch, self.batch, self.step = position.epoch, position.batch, position.step
-        if self.step != self.epoch * self.batches + self.batch or self.step > self.steps:
-            raise ValueError(f"its step is {self.step} in epoch {self.epoch + 1}")
-        if [row.get("epoch") for row in position.history] != list(range(1, self.epoch + 1)):
-            raise ValueError("its figures are not those of its epochs")
-        self.history = position.history
-        for name, pair in state.get("totals", {}).items():
-            value, tried = pair * (rank() == 0)  # the sums are those of all processes: the first one carries them on
-            self.totals.add(name, value, tried)
-        self.saved = self.step
-
-    def _finish(self, row: Document) -> None:
-        """Write the network where `equipoise audit` finds it, with certificate and model card."""
-        if self.journal is None:
-            return
-        folder = self.journal.folder
-        recipe = self.recipe
-        model = self.measured.eval()
-        if not registered(recipe.model.factory):
-            # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
-            from safetensors.torch import save
-
-            weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-            atomic_write(folder / "model.safetensors", save(weights))
-            return
-        save_checkpoint(folder, model, recipe.model.factory, self.arguments, self.shape)
-        if self.certified is None and row.get("bound") is not None:  # a finished run, opened again
-            self.certified = certified_bound(model, self.shape, recipe.metrics.rtol)
-        split = "test" if "test" in row else row.get("split")
-        part = getattr(self.parts, str(split), None)
-        measured = row.get("test", row)
-        figures = {name: measured.get(name) for name in ("accuracy", "certified_accuracy")}
-        figures |= {"split": split, "samples": part and len(part)}
-        made = {"recipe": recipe.name, "seed": recipe.seed, "epochs": self.epoch, "data": self.parts.fingerprint()}
-        pairs = None if self.certified is None else self.certified.pairs
-        save_certificate(folder, recipe.name, row.get("bound"), pairs, figures, made)
-        if part is not None and row.get("bound") is not None:
-            x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
-            # networks with operations that bundles do not have, and taggers of sequences, go without one
-            if y.dim() == 1:
-                with contextlib.suppress(Refused):
-                    write_bundle(model, x.cpu(), y, folder / "bundle")
-
     def close(self) -> None:
-        """Close files, and remove the penalties' hooks from the network."""
+        """Remove the penalties' hooks from the network."""
         for penalty in self.penalties:
             penalty.remove()
-        if self.tracker is not None:
-            self.tracker.finish()
-        if self.journal is not None:
-            self.journal.close()
+
+
+def _train(
+    run: Training, folder: Path | None, deadline: float, stack: contextlib.ExitStack
+) -> Document:
+    """All epochs that are left, or until the deadline, then the finished network; the last figures."""
+    if folder is not None:
+        _resume(run, folder, stack)
+    certified = None
+    while run.epoch < run.recipe.epochs:
+        began = time.monotonic()
+        if not _run_epoch(run, folder, deadline):
+            _save(run, folder)
+            row, certified = _measure(run, last=True)
+            break
+        means = run.totals.means()
+        run.totals = Totals()
+        run.epoch += 1
+        run.batch = 0
+        row = {name if name == "penalty" else f"train_{name}": v for name, v in means.items()}
+        figures, certified = _measure(run, last=run.epoch == run.recipe.epochs)
+        row |= {**figures, "seconds": round(time.monotonic() - began, 3)}
+        run.history.append(row)
+        _save(run, folder)
+        run.report(run.epoch, row=row)
+    else:
+        row = run.history[-1]
+    if folder is not None and rank() == 0:  # one process writes
+        _write_network(run, folder, row, certified)
+    return row
+
+
+def _run_epoch(run: Training, folder: Path | None, deadline: float) -> bool:
+    """Whether the rest of the epoch was done before the deadline."""
+    run.model.train()
+    order = run.parts.train.order(run.recipe.seed, run.epoch)
+    every = run.recipe.checkpoint_steps
+    while run.batch < run.batches:
+        if deadline < math.inf and from_first(time.monotonic() > deadline):
+            return False
+        loss = run.take_step(order)
+        if every is not None and run.step % every == 0 and run.batch < run.batches:
+            _save(run, folder)
+        run.report(run.epoch + 1, loss=loss.item() if run.device.type == "cpu" else None)
+    _require_finite(run)
+    return True
+
+
+def _require_finite(run: Training) -> None:
+    means = run.totals.means()
+    broken = [f"the {name}" for name in ("loss", "penalty") if means.get(name, 0.0) is None]
+    broken += [
+        repr(name) for name, v in run.model.state_dict().items() if not torch.isfinite(v).all()
+    ]
+    if broken:
+        raise Diverged(
+            f"training diverged: {broken[0]} is not finite after step {run.step} of {run.steps} "
+            f"(epoch {run.epoch + 1}); try a smaller optimizer.lr or optimizer.clip; checkpoints hold finite weights only"
+        )
+
+
+def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
+    """The figures of the network as it is, all of them if they are the last; and its bound."""
+    recipe, metrics, model = run.recipe, run.recipe.metrics, run.measured
+    if world() > 1:  # all processes measure one network: batch statistics are those of the first
+        for buffer in model.buffers():
+            distributed.broadcast(buffer, 0)
+    lr = recipe.optimizer.lr * factor(recipe.schedule, max(0, run.step - 1), run.steps)
+    row: Document = {"epoch": run.epoch, "step": run.step, "lr": lr}
+    certified = None
+    due = last or (metrics.bound_every and run.epoch % metrics.bound_every == 0)
+    if metrics.bound and due:
+        # machines may round differently: one bound for all
+        certified = from_first(certified_bound(model.eval(), run.shape, metrics.rtol))
+        row["bound"] = certified.upper
+        if certified.reason:
+            row["bound_reason"] = certified.reason
+    if run.parts.measured is not None and (last or run.epoch % metrics.every == 0):
+        row["split"], part = run.parts.measured
+        options = (run.task, run.device, metrics, certified)
+        row |= evaluate(model, part, *options)
+        if last and row["split"] == "validation" and run.parts.test is not None:
+            row["test"] = evaluate(model, run.parts.test, *options)
+    return row, certified
+
+
+def _save(run: Training, folder: Path | None) -> None:
+    """Replace the checkpoint by everything that the rest of the run depends on, and the table of figures."""
+    _require_finite(run)
+    if folder is None:
+        return
+    state: State = {name: item.state_dict() for name, item in run.stateful.items()}
+    for index, entries in run.optimizer.state_dict()["state"].items():
+        state[f"optimizer/{index}"] = entries
+    state["totals"] = run.totals.reduced()
+    if rank() == 0:
+        position = Position(epoch=run.epoch, batch=run.batch, step=run.step, history=run.history)
+        save_state(folder, state, position)
+        write_metrics(folder, run.history)
+
+
+def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
+    """Claim the folder and restore its last state; what stops one process stops all, with the same sentence."""
+    outcome: Any = None
+    if rank() == 0:
+        document = {**run.recipe.to_dict(), "fingerprint": run.parts.fingerprint()}
+        try:
+            outcome = claim(folder, document, stack)
+        except EquipoiseError as error:
+            outcome = error
+    outcome = from_first(outcome)
+    if isinstance(outcome, EquipoiseError):
+        raise outcome
+    if outcome is not None:
+        run.resumed = True
+        _restore(run, *outcome)
+        if rank() == 0:
+            write_metrics(folder, run.history)
+
+
+def _restore(run: Training, state: State, position: Position) -> None:
+    run.epoch, run.batch, run.step = position.epoch, position.batch, position.step
+    if run.step != run.epoch * run.batches + run.batch or run.step > run.steps:
+        raise ValueError(f"its step is {run.step} in epoch {run.epoch + 1}")
+    if [row.get("epoch") for row in position.history] != list(range(1, run.epoch + 1)):
+        raise ValueError("its figures are not those of its epochs")
+    run.history = position.history
+    for name, item in run.stateful.items():
+        item.load_state_dict(state.get(name, {}))
+    groups = run.optimizer.state_dict()["param_groups"]
+    count = sum(len(group["params"]) for group in groups)
+    moments = {i: state[f"optimizer/{i}"] for i in range(count) if f"optimizer/{i}" in state}
+    run.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    # the sums are those of all processes: the first one carries them on
+    for name, pair in state.get("totals", {}).items():
+        run.totals.pairs[name] = pair.to(run.device) * (rank() == 0)
+
+
+def _write_network(run: Training, folder: Path, row: Document, certified: Certified | None) -> None:
+    """Write the network where `equipoise audit` finds it, with certificate and model card."""
+    recipe = run.recipe
+    model = run.measured.eval()
+    if not registered(recipe.model.factory):
+        # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
+        write_tensors(folder / "model.safetensors", model.state_dict())
+        return
+    save_checkpoint(folder, model, recipe.model.factory, run.arguments, run.shape)
+    upper = row.get("bound")
+    if certified is None and upper is not None:  # a finished run, opened again
+        certified = certified_bound(model, run.shape, recipe.metrics.rtol)
+    split = "test" if "test" in row else row.get("split")
+    part = getattr(run.parts, str(split), None)
+    measured = row.get("test", row)
+    figures = {name: measured.get(name) for name in ("accuracy", "certified_accuracy")}
+    figures |= {"split": split, "samples": part and len(part)}
+    made = {"recipe": recipe.name, "seed": recipe.seed, "epochs": run.epoch}
+    made["data"] = run.parts.fingerprint()
+    pairs = None if certified is None else certified.pairs
+    save_certificate(folder, recipe.name, upper, pairs, figures, made)
+    if part is not None and upper is not None:
+        x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
+        # networks with operations that bundles do not have, and taggers of sequences, go without one
+        if y.dim() == 1:
+            with contextlib.suppress(Refused):
+                write_bundle(model, x.cpu(), y, folder / "bundle")
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:

@@ -131,7 +131,9 @@ class AtRadius(Classification):
         return self.function(output, y, self.epsilon, lipschitz, weight)
 
 
-def _plain_loss(function: Callable[..., Tensor], **defaults: float) -> Callable[..., Classification]:
+def _plain_loss(
+    function: Callable[..., Tensor], **defaults: float
+) -> Callable[..., Classification]:
     """A row for `function(logits, labels, **numbers)`; `defaults` are its numbers."""
 
     def row(**numbers: NonNegative) -> Classification:
@@ -155,7 +157,13 @@ def _radius_loss(
         lipschitz: Positive | None = None,
         **numbers: NonNegative,
     ) -> AtRadius:
-        return AtRadius(options(**numbers).function, epsilon, epsilon if start is None else start, ramp, lipschitz)
+        return AtRadius(
+            options(**numbers).function,
+            epsilon,
+            epsilon if start is None else start,
+            ramp,
+            lipschitz,
+        )
 
     return row
 
@@ -163,7 +171,9 @@ def _radius_loss(
 #: every loss a recipe can name; a new one is a new row, or `package.module:function` in the recipe
 LOSSES: dict[str, Callable[..., Task]] = {
     "ce": _plain_loss(F.cross_entropy, label_smoothing=0.0),
-    "lipschitz-ce": _plain_loss(losses.offset_cross_entropy, temperature=0.25, offset=losses.OFFSET, lipschitz=1.0),
+    "lipschitz-ce": _plain_loss(
+        losses.offset_cross_entropy, temperature=0.25, offset=losses.OFFSET, lipschitz=1.0
+    ),
     "margin": _plain_loss(losses.margin_hinge, epsilon=1.0, lipschitz=1.0),
     "lmt": _radius_loss(losses.lipschitz_margin, temperature=1.0),
     "gloro": _radius_loss(losses.gloro),
@@ -225,7 +235,11 @@ def gaussian(task: Task, sigma: Positive) -> Objective:
 
 
 def consistency(
-    task: Task, sigma: Positive, copies: Few = 2, weight: NonNegative = 10.0, entropy: NonNegative = 0.5
+    task: Task,
+    sigma: Positive,
+    copies: Few = 2,
+    weight: NonNegative = 10.0,
+    entropy: NonNegative = 0.5,
 ) -> Objective:
     """Cross-entropy of noisy copies and a pull to their mean prediction, `consistency_loss` (Jeong and Shin 2020).
 
@@ -284,10 +298,14 @@ def soft_vote(
     simplex = SimplexMap(map, temperature)
 
     def objective(batch: Batch) -> Outcome:
-        scores, output = noise.smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        scores, output = noise.smoothed_scores(
+            batch.network, batch.x, sigma, simplex, copies, batch.generator()
+        )
         if target is None:
             return noise.soft_vote_loss(scores, batch.y), output
-        radius = noise.expected_radius(scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
+        radius = noise.expected_radius(
+            scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1])
+        )
         return (1 - radius / target).clamp_min(0).mean(), output
 
     return objective

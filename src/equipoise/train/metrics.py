@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,20 +14,19 @@ from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
 from equipoise.train.config import Document, Metrics
 from equipoise.train.losses import Classification, Task
-from equipoise.train.processes import all_sum, rank, world
+from equipoise.train.processes import from_all, rank, world
 
 if TYPE_CHECKING:
     from equipoise.train.build import Part
 
 
 class Totals:
-    """Sums of (value, count) by name, in float64; every process must have the same names."""
+    """Sums of (value, count) by name, in float64."""
 
-    def __init__(self, device: torch.device, names: Iterable[str] = ()) -> None:
-        self.device = device
-        self.pairs = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}
+    def __init__(self) -> None:
+        self.pairs: dict[str, Tensor] = {}
 
-    def add(self, name: str, value: Tensor | float, count: Tensor | float) -> None:
+    def add(self, name: str, value: Tensor, count: Tensor | int) -> None:
         """Add a sum over `count` examples.
 
         Args:
@@ -35,12 +34,14 @@ class Totals:
             value: the sum.
             count: how many there were.
         """
-        pair = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in (value, count)]
-        self.pairs[name] = self.pairs.get(name, 0.0) + torch.stack(pair)
+        pair = torch.stack([value.double(), torch.as_tensor(count).to(value.device).double()])
+        self.pairs[name] = self.pairs.get(name, 0.0) + pair
 
     def reduced(self) -> dict[str, Tensor]:
         """The pairs, over all processes."""
-        return {name: all_sum(self.pairs[name]) for name in sorted(self.pairs)}
+        everyone = from_all({name: pair.cpu() for name, pair in self.pairs.items()})
+        names = sorted({name for pairs in everyone for name in pairs})
+        return {name: sum(pairs[name] for pairs in everyone if name in pairs) for name in names}
 
     def means(self) -> dict[str, float | None]:
         """The means, over all processes; None for what is not a number."""
@@ -122,9 +123,9 @@ def evaluate(
     training = model.training
     model.eval()
     task = task.fit(model, part.source)
-    constants = certified if isinstance(task, Classification) and certified and certified.upper is not None else None
-    radii_names = {f"certified/{float(epsilon)}": epsilon for epsilon in metrics.epsilons if constants is not None}
-    totals = Totals(device, ["loss", *task.metrics, *radii_names])
+    if not isinstance(task, Classification) or certified is None or certified.upper is None:
+        certified = None
+    totals = Totals()
     for positions in torch.arange(len(part)).split(metrics.batch_size)[rank() :: world()]:
         x, y = part.batch(positions)
         x, y = x.to(device), y.to(device)
@@ -132,14 +133,17 @@ def evaluate(
         totals.add("loss", task.loss(output, y).double() * len(y), len(y))
         for name, (hits, tried) in task.counts(output, y).items():
             totals.add(name, hits, tried)
-        if constants is not None:
-            finite = torch.isfinite(output).all(1)  # without finite logits there is no margin: not certified
-            radii = constants.radii(output[finite], y[finite])
-            for name, epsilon in radii_names.items():
-                totals.add(name, certified_at(radii, radii > 0, epsilon).sum(), len(y))
+        if certified is not None:
+            # without finite logits there is no margin: not certified
+            finite = torch.isfinite(output).all(1)
+            radii = certified.radii(output[finite], y[finite])
+            for epsilon in metrics.epsilons:
+                count = certified_at(radii, radii > 0, epsilon).sum()
+                totals.add(f"certified/{float(epsilon)}", count, len(y))
     model.train(training)
     means = totals.means()
     figures: Document = {name: means[name] for name in ("loss", *task.metrics)}
-    if radii_names:
-        figures["certified_accuracy"] = {name.removeprefix("certified/"): means[name] for name in radii_names}
+    if certified is not None and metrics.epsilons:
+        shares = {str(float(e)): means[f"certified/{float(e)}"] for e in metrics.epsilons}
+        figures["certified_accuracy"] = shares
     return figures

@@ -11,12 +11,13 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 
 def world() -> int:
     """The number of processes."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    grouped = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if grouped else 1
 
 
 def rank() -> int:
@@ -24,21 +25,17 @@ def rank() -> int:
     return distributed.get_rank() if world() > 1 else 0
 
 
-def all_sum(values: Tensor) -> Tensor:
-    """The sum over all processes."""
+def from_all(value: Any) -> list[Any]:
+    """The values of all processes, in order."""
+    values = [value] * world()
     if world() > 1:
-        values = values.clone()
-        distributed.all_reduce(values)
+        distributed.all_gather_object(values, value)
     return values
 
 
 def from_first(value: Any) -> Any:
     """The value of the first process, on all of them."""
-    if world() == 1:
-        return value
-    values = [value]
-    distributed.broadcast_object_list(values)
-    return values[0]
+    return from_all(value)[0]
 
 
 def key(seed: int, purpose: str, *position: int) -> int:
@@ -51,6 +48,8 @@ def key(seed: int, purpose: str, *position: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big")
 
 
-def generator(seed: int, purpose: str, *position: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(
+    seed: int, purpose: str, *position: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """A fresh generator with that key."""
     return torch.Generator(device=device).manual_seed(key(seed, purpose, *position))

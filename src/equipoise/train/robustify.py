@@ -10,8 +10,6 @@ import torch
 
 from equipoise.checkpoints import load_model
 from equipoise.conversion import Conversion, make_lipschitz
-from equipoise.core.accuracy import percent
-from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json
 from equipoise.core.precision import deflate
@@ -44,21 +42,8 @@ class Robustified:
     def to_dict(self) -> Document:
         """Plain data."""
         modules = [vars(row) for row in self.conversion.rows]
-        return {"name": self.result.recipe.name, "before": self.before, "after": self.after, "modules": modules}
-
-    def comparison(self) -> list[tuple[str, str, str]]:
-        """Rows (figure, before, after), shares in per cent and rounded down."""
-        before, after = _column(self.before), _column(self.after)
-        return [(name, before.get(name, "–"), value) for name, value in after.items()]
-
-
-def _column(figures: Mapping[str, Any]) -> dict[str, str]:
-    shares = {"accuracy": figures["accuracy"]}
-    for epsilon, share in (figures["certified_accuracy"] or {}).items():
-        shares[f"certified at ε = {format_down(float(epsilon), 4)}"] = share
-    column = {name: f"{percent(share)}%" for name, share in shares.items()}
-    bound = figures["bound"]
-    return column | {"Lipschitz constant (ℓ2, proved)": "refused" if bound is None else f"≤ {format_up(bound, 5)}"}
+        name = self.result.recipe.name
+        return {"name": name, "before": self.before, "after": self.after, "modules": modules}
 
 
 def robustify(
@@ -99,36 +84,39 @@ def robustify(
         )
     model: Any = load_model(source, weights).model
     name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
-    document = {**_DEFAULT, "data": {"path": data}, "name": name} if recipe is None else read_recipe(recipe).to_dict()
-    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
+    default = {**_DEFAULT, "data": {"path": data}, "name": name}
+    document = default if recipe is None else read_recipe(recipe).to_dict()
+    # wide dense layers cost less
+    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
     document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
     checked = read_recipe(document, changes)
 
     parts = build_data(checked.data)
     part = parts.test or parts.validation
     if part is None:
-        raise InputError("before and after are measured on a test split or a validation part: the recipe has neither")
+        raise InputError(
+            "before and after are measured on a test split or a validation part: the recipe has neither"
+        )
     require_fit(model, part.source, str(source))
     shape = part.source.input_shape
     certified = certified_bound(model, shape, checked.metrics.rtol)
-    figures = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
-    before = {**figures, "bound": certified.upper}
+    before = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
+    before["bound"] = certified.upper
 
     net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape), **options)
     constant = known_constant(net.module)
     if constant is not None:  # a factor that holds for all weights, not only for those at the start
         net.factor.fill_(deflate(1 / max(constant, 1.0)))
     result = run_recipe(checked, run_dir, model=net, minutes=minutes, cpu=cpu, progress=progress)
-    final = result.final.get("test", result.final)
+    after = {**result.final, **result.final.get("test", {})}
 
     assert net.conversion is not None
-    robustified = Robustified(result, net.conversion, _figures(before), _figures({**result.final, **final}))
-    atomic_write(Path(run_dir) / "before-after.json", json.dumps(robustified.to_dict(), indent=1) + "\n")
+    names = ("accuracy", "certified_accuracy", "bound")
+    columns = [{name: row.get(name) for name in names} for row in (before, after)]
+    robustified = Robustified(result, net.conversion, *columns)
+    text = json.dumps(robustified.to_dict(), indent=1) + "\n"
+    atomic_write(Path(run_dir) / "before-after.json", text)
     return robustified
-
-
-def _figures(row: Mapping[str, Any]) -> Document:
-    return {name: row.get(name) for name in ("accuracy", "certified_accuracy", "bound")}
 
 
 def _converted(folder: Path, method: str, options: Document) -> Document | None:
@@ -142,5 +130,6 @@ def _converted(folder: Path, method: str, options: Document) -> Document | None:
             f"--from takes checkpoints of networks of equipoise.nn.models, {folder} names {config.get('factory')!r}; "
             "name your own as package.module:factory, or convert a network in memory with equipoise.make_lipschitz"
         )
-    arguments = {"base": name, "arguments": config.get("arguments"), "method": method, "options": options}
+    arguments = {"base": name, "arguments": config.get("arguments")}
+    arguments |= {"method": method, "options": options}
     return {"factory": "equipoise.conversion:converted", "arguments": arguments}

@@ -72,7 +72,9 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
         types = [only] if isinstance(only, str) else only
         unknown = [name for name in types if name not in layers]
         if unknown:
-            raise InputError(f"only: no layer type {unknown[0]!r}{did_you_mean(unknown[0], layers)}")
+            raise InputError(
+                f"only: no layer type {unknown[0]!r}{did_you_mean(unknown[0], layers)}"
+            )
         chosen["only"] = tuple(layers[name] for name in types)
     if names is not None:
         chosen["names"] = names if isinstance(names, str) else tuple(names)
@@ -98,7 +100,13 @@ def input_gradient(
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
         return input_gradient_penalty(
-            context.model, x, y, target=target, two_sided=two_sided, loss=context.task.loss, weight=weight
+            context.model,
+            x,
+            y,
+            target=target,
+            two_sided=two_sided,
+            loss=context.task.loss,
+            weight=weight,
         )
 
     return Term(penalty)
@@ -155,10 +163,14 @@ def guard(
     if radius is None:
         own: Any = getattr(context.model, "radii", None)
         if own is None:
-            raise InputError("guard: say the radius; this model has no method radii(tolerance) of its own")
+            raise InputError(
+                "guard: say the radius; this model has no method radii(tolerance) of its own"
+            )
         radius = own(tolerance)
         chosen["only"] = nn.Linear
-    keeper = SpectralGuard(context.model, radius, tolerance=tolerance, example_input=context.example, **chosen)
+    keeper = SpectralGuard(
+        context.model, radius, tolerance=tolerance, example_input=context.example, **chosen
+    )
     return Term(keeper.step, keeper)
 
 

@@ -140,6 +140,6 @@ def test_autoattack_is_added_to_cells_that_were_played(board, monkeypatch):
 
 
 def test_without_the_package_autoattack_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.attacks.PACKAGE", "no_package_of_this_name")
+    monkeypatch.setattr("equipoise_lab.scoreboard.autoattack.PACKAGE", "no_package_of_this_name")
     with pytest.raises(Refused, match="not installed"):
         play([Cell("bcop")], TINY, tmp_path, autoattack=5)

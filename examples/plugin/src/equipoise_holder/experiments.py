@@ -32,7 +32,11 @@ def judge(rows: list[dict[str, Any]]) -> Verdict:
     """A bound that holds is never below 1."""
     least = min(row["ratio"] for row in rows)
     label = Label.REPRODUCED if least >= 1 else Label.NOT
-    return Verdict(label, f"{least:.2f} to {max(row['ratio'] for row in rows):.2f} times the norm", "at least 1")
+    return Verdict(
+        label,
+        f"{least:.2f} to {max(row['ratio'] for row in rows):.2f} times the norm",
+        "at least 1",
+    )
 
 
 def draw(rows: list[dict[str, Any]]) -> Any:

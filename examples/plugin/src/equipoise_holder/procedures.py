@@ -17,5 +17,10 @@ def two_rivals(selection: Any) -> Partition:
 
 
 TWO_RIVALS = Procedure(
-    "two-rivals", (Option(two_rivals, Split(0.5)),), True, False, "two rivals apart, the rest pooled", "this package"
+    "two-rivals",
+    (Option(two_rivals, Split(0.5)),),
+    True,
+    False,
+    "two rivals apart, the rest pooled",
+    "this package",
 )

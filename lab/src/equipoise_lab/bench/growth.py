@@ -34,7 +34,9 @@ class Sweep:
 
 def _norm(channels: int = 64, kernel: int = 3, size: int = 32) -> Work:
     layer = Layer("", channels, channels, kernel, 1, size)
-    return partial(spectral_norm, layer.module(layer.gaussian(0)), rtol=1e-2, input_size=(size, size))
+    return partial(
+        spectral_norm, layer.module(layer.gaussian(0)), rtol=1e-2, input_size=(size, size)
+    )
 
 
 def _audit(depth: int) -> Work:
@@ -50,7 +52,10 @@ def _step(batch: int) -> Work:
 
 SWEEPS: Mapping[str, Sweep] = {
     "channels": Sweep(
-        "spectral_norm, 3×3, 32×32 pixels, by channels", (16, 32, 64, 128, 256, 512, 1024), (4, 8), lambda c: _norm(c)
+        "spectral_norm, 3×3, 32×32 pixels, by channels",
+        (16, 32, 64, 128, 256, 512, 1024),
+        (4, 8),
+        lambda c: _norm(c),
     ),
     "kernel": Sweep(
         "spectral_norm, 64 channels, 32×32 pixels, by kernel size",
@@ -64,8 +69,18 @@ SWEEPS: Mapping[str, Sweep] = {
         (8, 12),
         lambda n: _norm(size=n),
     ),
-    "depth": Sweep("lipschitz_bound of a chain of convolutions, by layers", (2, 4, 8, 16, 32, 64), (1, 2), _audit),
-    "batch": Sweep("training step of SR t=2, 32 channels, by batch", (1, 2, 4, 8, 16, 32, 64, 128), (1, 2), _step),
+    "depth": Sweep(
+        "lipschitz_bound of a chain of convolutions, by layers",
+        (2, 4, 8, 16, 32, 64),
+        (1, 2),
+        _audit,
+    ),
+    "batch": Sweep(
+        "training step of SR t=2, 32 channels, by batch",
+        (1, 2, 4, 8, 16, 32, 64, 128),
+        (1, 2),
+        _step,
+    ),
 }
 
 
@@ -94,7 +109,10 @@ def grow(what: str, repeats: int = 3, most: int | None = None, quick: bool = Fal
     contest = take_turns(works, repeats)
     seconds = [contest.seconds[str(v)] for v in values]
     slope = exponent([float(v) for v in values], seconds)
-    rows = [{what: v, "seconds": s, "least": min(contest.rounds[str(v)])} for v, s in zip(values, seconds, strict=True)]
+    rows = [
+        {what: v, "seconds": s, "least": min(contest.rounds[str(v)])}
+        for v, s in zip(values, seconds, strict=True)
+    ]
     return Section(sweep.title, rows, note=f"exponent {slope:.2f} in the upper half of the values")
 
 

@@ -56,10 +56,22 @@ LAYERS: dict[str, tuple[Maker, float | None]] = {
 
 #: contestant → (module, class, arguments) of other libraries, tried where they are installed
 PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "orthogonium AOC": ("orthogonium.layers.conv.AOC", "AdaptiveOrthoConv2d", {"kernel_size": 3, "padding": 1}),
+    "orthogonium AOC": (
+        "orthogonium.layers.conv.AOC",
+        "AdaptiveOrthoConv2d",
+        {"kernel_size": 3, "padding": 1},
+    ),
     # its kernel is the exponential of a 3×3 one, 7×7, and «same» is counted from the 3×3 one
-    "orthogonium SOC": ("orthogonium.layers.conv.adaptiveSOC", "AdaptiveSOCConv2d", {"kernel_size": 3, "padding": 3}),
-    "orthogonium AOL": ("orthogonium.layers.conv.AOL", "AOLConv2D", {"kernel_size": 3, "padding": 1}),
+    "orthogonium SOC": (
+        "orthogonium.layers.conv.adaptiveSOC",
+        "AdaptiveSOCConv2d",
+        {"kernel_size": 3, "padding": 3},
+    ),
+    "orthogonium AOL": (
+        "orthogonium.layers.conv.AOL",
+        "AOLConv2D",
+        {"kernel_size": 3, "padding": 1},
+    ),
     "deel-torchlip spectral": ("deel.torchlip", "SpectralConv2d", {"kernel_size": 3, "padding": 1}),
 }
 
@@ -76,11 +88,15 @@ def peers(channels: int) -> tuple[dict[str, nn.Module], list[str]]:
             if shape == (1, channels, 16, 16):
                 built[name] = layer
             else:
-                missing.append(f"{name}: 16×16 pixels become {shape[2]}×{shape[3]}, no layer to compare with")
+                missing.append(
+                    f"{name}: 16×16 pixels become {shape[2]}×{shape[3]}, no layer to compare with"
+                )
         except ImportError:
             missing.append(f"{name}: not installed")
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            missing.append(f"{name}: {type(error).__name__} ({str(error).splitlines()[0][:80] if str(error) else ''})")
+            missing.append(
+                f"{name}: {type(error).__name__} ({str(error).splitlines()[0][:80] if str(error) else ''})"
+            )
     return built, missing
 
 
@@ -103,12 +119,20 @@ def exported(layer: nn.Module, size: int) -> nn.Module:
     return convert.plain(layer)[0].eval()
 
 
-def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32, only: tuple[str, ...] = ()) -> Section:
+def costs(
+    repeats: int = 5,
+    channels: int = 64,
+    size: int = 32,
+    batch: int = 32,
+    only: tuple[str, ...] = (),
+) -> Section:
     """Training step and exported evaluation of every layer as ratio to `nn.Conv2d`."""
     torch.manual_seed(0)
     x = torch.randn(batch, channels, size, size, requires_grad=True)
     gradient = torch.randn(batch, channels, size, size)
-    chosen = {name: make(channels) for name, (make, _) in LAYERS.items() if not only or name in only}
+    chosen = {
+        name: make(channels) for name, (make, _) in LAYERS.items() if not only or name in only
+    }
     others, missing = ({}, []) if only else peers(channels)
     base = plain(channels)
     steps = {
@@ -117,17 +141,28 @@ def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32,
     }
     take_turns(steps, 1)  # first calls plan and allocate
     training = take_turns(steps, repeats)
-    fixed = {"nn.Conv2d": base.eval(), **{name: exported(layer.eval(), size) for name, layer in chosen.items()}}
+    fixed = {
+        "nn.Conv2d": base.eval(),
+        **{name: exported(layer.eval(), size) for name, layer in chosen.items()},
+    }
     passes = {name: partial(evaluate, layer, x.detach()) for name, layer in fixed.items()}
     take_turns(passes, 1)
     evaluation = take_turns(passes, repeats)
     rows: list[Row] = []
     goals: list[Goal] = []
     for name in steps:
-        row: Row = {"layer": name, "train s": training.seconds[name], "train ratio": training.ratio(name, "nn.Conv2d")}
+        row: Row = {
+            "layer": name,
+            "train s": training.seconds[name],
+            "train ratio": training.ratio(name, "nn.Conv2d"),
+        }
         if name in fixed:
             ratio = evaluation.ratio(name, "nn.Conv2d")
-            row |= {"export": type(fixed[name]).__name__, "eval s": evaluation.seconds[name], "eval ratio": ratio}
+            row |= {
+                "export": type(fixed[name]).__name__,
+                "eval s": evaluation.seconds[name],
+                "eval ratio": ratio,
+            }
             if name != "nn.Conv2d" and type(fixed[name]) is nn.Conv2d:
                 goals.append(Goal(f"{name}, exported, evaluation", ratio, 1.05))
         rows.append(row)
@@ -135,28 +170,38 @@ def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32,
         if limit is not None:
             goals.append(Goal(f"{name}, training step", row["train ratio"], limit))
     note = f"{channels}→{channels} 3×3 on {size}×{size}, batch {batch}; train: forward and backward with the weight's computation"
-    return Section("1-Lipschitz convolutions against nn.Conv2d", rows, goals, "; ".join([note, *missing]))
+    return Section(
+        "1-Lipschitz convolutions against nn.Conv2d", rows, goals, "; ".join([note, *missing])
+    )
 
 
 #: methods of whole networks, with the ratio of a training step to reach
 NETWORKS = {"AOL": 1.3, "SR": 1.3, "BCOP": 1.3}
 
 
-def network(method: str | None = None, width: int = 32, size: int = 32, hidden: int = 512) -> nn.Sequential:
+def network(
+    method: str | None = None, width: int = 32, size: int = 32, hidden: int = 512
+) -> nn.Sequential:
     """Four 3×3 convolutions, two of them with stride 2, and two dense layers: plain, or all of one method.
 
     >>> network("aol", width=4, size=8, hidden=8)(torch.zeros(1, 3, 8, 8)).shape
     torch.Size([1, 10])
     """
-    kinds: dict[type[nn.Module], Any] = {k: k for k in (nn.Conv2d, nn.Linear)} if method is None else methods()[method]
+    kinds: dict[type[nn.Module], Any] = (
+        {k: k for k in (nn.Conv2d, nn.Linear)} if method is None else methods()[method]
+    )
     convolve, dense, c = kinds[nn.Conv2d], kinds[nn.Linear], width
     found: list[nn.Module] = []
     for ins, out, stride in ((3, c, 1), (c, c, 2), (c, 2 * c, 1), (2 * c, 2 * c, 2)):
         found += [convolve(ins, out, 3, stride=stride, padding=1), nn.ReLU()]
-    return nn.Sequential(*found, nn.Flatten(), dense(2 * c * (size // 4) ** 2, hidden), nn.ReLU(), dense(hidden, 10))
+    return nn.Sequential(
+        *found, nn.Flatten(), dense(2 * c * (size // 4) ** 2, hidden), nn.ReLU(), dense(hidden, 10)
+    )
 
 
-def whole_step(method: str | None, device: torch.device | str = "cpu", quick: bool = False) -> Callable[[], None]:
+def whole_step(
+    method: str | None, device: torch.device | str = "cpu", quick: bool = False
+) -> Callable[[], None]:
     """A training step of `network`: forward, cross-entropy, backward, SGD with momentum; batch 128 of 32×32 pixels."""
     width, size, hidden, batch = (4, 8, 8, 2) if quick else (32, 32, 512, 128)
     net = network(method, width, size, hidden).to(device)
@@ -179,11 +224,19 @@ def networks(repeats: int = 5, quick: bool = False) -> Section:
     take_turns(steps, 1)
     training = take_turns(steps, repeats)
     rows: list[Row] = [
-        {"network": name, "train s": training.seconds[name], "train ratio": training.ratio(name, "plain")}
+        {
+            "network": name,
+            "train s": training.seconds[name],
+            "train ratio": training.ratio(name, "plain"),
+        }
         for name in steps
     ]
     goals = [
-        Goal(f"network of {row['network']}, training step", row["train ratio"], NETWORKS[row["network"]])
+        Goal(
+            f"network of {row['network']}, training step",
+            row["train ratio"],
+            NETWORKS[row["network"]],
+        )
         for row in rows[1:]
     ]
     note = "four 3×3 convolutions on 32×32 pixels, dense layers 4096 → 512 → 10, batch 128; with loss and optimizer"
@@ -196,10 +249,14 @@ def dense_weight() -> tuple[Tensor, str]:
     if kernels is not None and "fc" in kernels:
         return kernels["fc"], "last layer of a trained ResNet-18"
     W = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return W * torch.logspace(0, -1, 512, dtype=torch.float64), "Gaussian matrix with channels of unequal size"
+    return W * torch.logspace(
+        0, -1, 512, dtype=torch.float64
+    ), "Gaussian matrix with channels of unequal size"
 
 
-def conditioning(weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)) -> dict[str, Tensor]:
+def conditioning(
+    weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
+) -> dict[str, Tensor]:
     """Singular values of one matrix after spectral normalisation, AOL, and spectral rescaling in t steps; float64, sorted.
 
     Two things to see: the profile σ_i/σ_1 (dividing by the norm keeps its shape, one factor per channel flattens it),
@@ -211,7 +268,10 @@ def conditioning(weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8))
     """
     W = weight.detach().double()
     kernel = Geometry((W.shape[0], W.shape[1]))
-    layers: dict[str, nn.Module] = {"SN": SN(kernel, dtype=W.dtype), "AOL": AOL(kernel, dtype=W.dtype)}
+    layers: dict[str, nn.Module] = {
+        "SN": SN(kernel, dtype=W.dtype),
+        "AOL": AOL(kernel, dtype=W.dtype),
+    }
     layers |= {f"SR t={t}": SR(kernel, t=t, learn_q=False, dtype=W.dtype) for t in steps}
     with torch.no_grad():
         return {name: torch.linalg.svdvals(layer(W)) for name, layer in layers.items()}
@@ -223,11 +283,22 @@ def profiles(weight: Tensor, what: str) -> Section:
     for name, value in conditioning(weight).items():
         ratio = value / value[0]
         places = {
-            f"σ_i/σ_1 at {share:.0%}": float(ratio[int(share * (len(ratio) - 1))]) for share in (0.1, 0.25, 0.5, 0.75)
+            f"σ_i/σ_1 at {share:.0%}": float(ratio[int(share * (len(ratio) - 1))])
+            for share in (0.1, 0.25, 0.5, 0.75)
         }
-        table.append({"layer": name, "σ_1": float(value[0]), **places, "mean of σ_i/σ_1": float(ratio.mean())})
+        table.append(
+            {
+                "layer": name,
+                "σ_1": float(value[0]),
+                **places,
+                "mean of σ_i/σ_1": float(ratio.mean()),
+            }
+        )
     means = {row["layer"]: row["mean of σ_i/σ_1"] for row in table}
-    goals = [Goal(f"flatness, {other} / SR t=2", means[other] / means["SR t=2"], 1.0) for other in ("SN", "AOL")]
+    goals = [
+        Goal(f"flatness, {other} / SR t=2", means[other] / means["SR t=2"], 1.0)
+        for other in ("SN", "AOL")
+    ]
     note = f"{what}, {weight.shape[0]}×{weight.shape[1]}; a larger σ_i/σ_1 is flatter"
     return Section("conditioning", table, goals, note)
 

@@ -20,7 +20,9 @@ from equipoise_lab.peers import PEERS
 from equipoise_lab.timing import take_turns
 
 
-def ryu_norm(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...], iterations: int = 200) -> float:
+def ryu_norm(
+    apply: Callable[[Tensor], Tensor], shape: tuple[int, ...], iterations: int = 200
+) -> float:
     """Power iteration on the real operator (Ryu et al. 2019): an estimate from below.
 
     >>> _ = torch.manual_seed(0)
@@ -37,7 +39,9 @@ def ryu_norm(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...], iteratio
     return size
 
 
-def product_with(net: nn.Module, x: Tensor, norm: Callable[[nn.Conv2d, tuple[int, ...]], float]) -> float:
+def product_with(
+    net: nn.Module, x: Tensor, norm: Callable[[nn.Conv2d, tuple[int, ...]], float]
+) -> float:
     """Logarithm of the layer-by-layer product of a network with another norm for every convolution.
 
     Args:
@@ -48,7 +52,9 @@ def product_with(net: nn.Module, x: Tensor, norm: Callable[[nn.Conv2d, tuple[int
     report = lipschitz_bound(net, x)
     sizes: dict[str, tuple[int, ...]] = {}
     hooks = [
-        m.register_forward_pre_hook(lambda m, a, name=name: sizes.__setitem__(name, tuple(a[0].shape[1:])))
+        m.register_forward_pre_hook(
+            lambda m, a, name=name: sizes.__setitem__(name, tuple(a[0].shape[1:]))
+        )
         for name, m in net.named_modules()
         if isinstance(m, nn.Conv2d)
     ]
@@ -61,7 +67,9 @@ def product_with(net: nn.Module, x: Tensor, norm: Callable[[nn.Conv2d, tuple[int
         if layer.name in sizes and not math.isnan(layer.lower):
             conv = net.get_submodule(layer.name)
             assert isinstance(conv, nn.Conv2d)
-            total += layer.weight * (math.log(norm(conv, sizes[layer.name])) - math.log(layer.upper))
+            total += layer.weight * (
+                math.log(norm(conv, sizes[layer.name])) - math.log(layer.upper)
+            )
     return total
 
 
@@ -113,11 +121,17 @@ def trained_resnet(depth: int = 20) -> nn.Module:
 
 def rows(repeats: int = 3) -> list[Row]:
     """All rows; minutes on one core."""
-    audits = [audit_row(18, 10, repeats), audit_row(18, 10, 1, scattered=True), audit_row(50, 15, 1)]
+    audits = [
+        audit_row(18, 10, repeats),
+        audit_row(18, 10, 1, scattered=True),
+        audit_row(50, 15, 1),
+    ]
     return [*audits, *ryu_rows(), *local_rows()]
 
 
-def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float = 0.05, scattered: bool = False) -> Row:
+def audit_row(
+    depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float = 0.05, scattered: bool = False
+) -> Row:
     """Audit of a ResNet at 3×224×224 against one forward pass of batch 8, interleaved; the ratio is the number of passes.
 
     With fresh batch norms one proof serves both totals; `scattered` draws their scales at random, where it often does not.
@@ -128,14 +142,21 @@ def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float =
         if scattered and isinstance(module, nn.BatchNorm2d):
             module.weight.data.uniform_(0.5, 1.5)
             torch.nn.init.uniform_(module.running_var, 0.5, 1.5)  # type: ignore[arg-type]
-    lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))  # what the exporter imports is not part of the audit
+    lipschitz_bound(
+        nn.Linear(2, 2), torch.zeros(1, 2)
+    )  # what the exporter imports is not part of the audit
     x = torch.randn(8, 3, 224, 224)
     with torch.no_grad():
         net(x)
-        contest = take_turns({"ours": lambda: lipschitz_bound(net, x[:1], rtol=rtol), "base": lambda: net(x)}, repeats)
+        contest = take_turns(
+            {"ours": lambda: lipschitz_bound(net, x[:1], rtol=rtol), "base": lambda: net(x)},
+            repeats,
+        )
     ratio = statistics.median(contest.ratios("ours", "base"))
     kind = ", scattered batch norms" if scattered else ""
-    name = f"audit of ResNet-{depth} at 3×224×224 (rtol {rtol:g}{kind}), in forward passes of batch 8"
+    name = (
+        f"audit of ResNet-{depth} at 3×224×224 (rtol {rtol:g}{kind}), in forward passes of batch 8"
+    )
     return row(name, contest.seconds["ours"], contest.seconds["base"], ratio, goal)
 
 
@@ -158,9 +179,9 @@ def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> lis
     net = trained_resnet(20)
     pixels = np.load(data_file("cifar10.npz"))["x_test"][:samples]
     x = fresh_strides(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
-    x = (x - torch.tensor([0.485, 0.456, 0.406]).reshape(1, 3, 1, 1)) / torch.tensor([0.229, 0.224, 0.225]).reshape(
-        1, 3, 1, 1
-    )
+    x = (x - torch.tensor([0.485, 0.456, 0.406]).reshape(1, 3, 1, 1)) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    ).reshape(1, 3, 1, 1)
     whole = lipschitz_bound(net, x[:1]).upper
     found = []
     for radius in radii:

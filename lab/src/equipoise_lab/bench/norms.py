@@ -66,7 +66,9 @@ class Layer:
 
     def module(self, weight: Tensor) -> nn.Conv2d:
         """The layer with zero padding and the given weight."""
-        conv = nn.Conv2d(self.channels, self.out, self.kernel, self.stride, self.kernel // 2, bias=False)
+        conv = nn.Conv2d(
+            self.channels, self.out, self.kernel, self.stride, self.kernel // 2, bias=False
+        )
         conv.requires_grad_(False).weight.copy_(weight)
         return conv
 
@@ -74,7 +76,9 @@ class Layer:
         """A Gaussian kernel of this shape, scaled as at initialisation."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.out, self.channels, self.kernel, self.kernel)
-        return torch.randn(shape, generator=generator) * (2 / (self.channels * self.kernel**2)) ** 0.5
+        return (
+            torch.randn(shape, generator=generator) * (2 / (self.channels * self.kernel**2)) ** 0.5
+        )
 
 
 def resnet18() -> tuple[Layer, ...]:
@@ -117,7 +121,9 @@ def ryu(K: Tensor, size: int, stride: int, steps: int = 100) -> float:
     return float(norm)
 
 
-def convolutions(kernels: dict[str, Tensor], layers: tuple[Layer, ...], family: str, repeats: int) -> Section:
+def convolutions(
+    kernels: dict[str, Tensor], layers: tuple[Layer, ...], family: str, repeats: int
+) -> Section:
     """Ours at rtol 1e-2 against three alternatives, layer by layer, with the values they give."""
     rows: list[Row] = []
     for layer in layers:
@@ -125,7 +131,9 @@ def convolutions(kernels: dict[str, Tensor], layers: tuple[Layer, ...], family: 
         conv = layer.module(K)
         contest = take_turns(
             {
-                "ours": partial(spectral_norm, conv, rtol=1e-2, input_size=(layer.size, layer.size)),
+                "ours": partial(
+                    spectral_norm, conv, rtol=1e-2, input_size=(layer.size, layer.size)
+                ),
                 "svd": partial(svd_of_all_frequencies, K, layer.size),
                 "gram": partial(complex_gram, K, layer.size),
                 "ryu": partial(ryu, K, layer.size, layer.stride),
@@ -150,11 +158,21 @@ def convolutions(kernels: dict[str, Tensor], layers: tuple[Layer, ...], family: 
         )
     total = _total("all", rows)
     larger = [row for row, layer in zip(rows, layers, strict=True) if layer.kernel > 1]
-    rows = [*rows, total] + ([_total("all but 1×1", larger)] if 0 < len(larger) < len(layers) else [])
+    rows = [*rows, total] + (
+        [_total("all but 1×1", larger)] if 0 < len(larger) < len(layers) else []
+    )
     limit = 0.2 if family == "real" else 0.5
     goals = [
-        Goal(f"{family} kernels, ours / SVD of all frequencies", total["ours s"] / total["svd s"], limit),
-        Goal(f"{family} kernels, ours / plain complex Gram, t = 6", total["ours s"] / total["gram s"], 0.1),
+        Goal(
+            f"{family} kernels, ours / SVD of all frequencies",
+            total["ours s"] / total["svd s"],
+            limit,
+        ),
+        Goal(
+            f"{family} kernels, ours / plain complex Gram, t = 6",
+            total["ours s"] / total["gram s"],
+            0.1,
+        ),
     ]
     note = (
         "ours: bracket of the zero-padded, strided operator at rtol 1e-2; svd and gram: circular, stride 1, on the n×n "
@@ -199,13 +217,25 @@ def dense(shapes: tuple[tuple[int, int], ...], repeats: int) -> Section:
             )
             name = f"{m}×{n} {str(dtype).removeprefix('torch.')}"
             bracket, found = contest.results["ours"], contest.results
-            row: Row = {"matrix": name} | {f"{key} s": value for key, value in contest.seconds.items()}
+            row: Row = {"matrix": name} | {
+                f"{key} s": value for key, value in contest.seconds.items()
+            }
             row |= {"lower": bracket.lower, "upper": bracket.upper, "gap": bracket.gap}
             rows.append(
-                row | {f"{key} value": float(np.asarray(found[key]).max()) for key in ("svd", "eight gram", "arpack")}
+                row
+                | {
+                    f"{key} value": float(np.asarray(found[key]).max())
+                    for key in ("svd", "eight gram", "arpack")
+                }
             )
-            goals.append(Goal(f"{name}, ours / matrix_norm(ord=2)", contest.ratio("ours", "svd"), 0.2))
-            goals.append(Goal(f"{name}, ours / eight Gram products", contest.ratio("ours", "eight gram"), 0.4))
+            goals.append(
+                Goal(f"{name}, ours / matrix_norm(ord=2)", contest.ratio("ours", "svd"), 0.2)
+            )
+            goals.append(
+                Goal(
+                    f"{name}, ours / eight Gram products", contest.ratio("ours", "eight gram"), 0.4
+                )
+            )
     note = (
         "ours: bracket at rtol 1e-4, both ends proved in floating point; arpack gives a lower bound, "
         "eight Gram products an upper one before rounding"
@@ -227,7 +257,9 @@ def input_sizes(sizes: tuple[int, ...], repeats: int, channels: int = 64) -> Sec
     """The cost of one 3×3 layer as the input grows."""
     layer = Layer("64→64 3×3", channels, channels, 3, 1, 32)
     conv = layer.module(layer.gaussian(0))
-    contest = take_turns({str(n): partial(spectral_norm, conv, rtol=1e-2, input_size=(n, n)) for n in sizes}, repeats)
+    contest = take_turns(
+        {str(n): partial(spectral_norm, conv, rtol=1e-2, input_size=(n, n)) for n in sizes}, repeats
+    )
     rows = []
     for name, bracket in sorted(contest.results.items(), key=lambda item: int(item[0])):
         ends = {"lower": bracket.lower, "upper": bracket.upper, "gap": bracket.gap}
@@ -285,7 +317,9 @@ def sections(quick: bool = False, repeats: int = 3) -> Iterator[Section]:
         yield Section("convolutions of a ResNet-18, real kernels", [], note=note)
     else:
         yield convolutions(kernels, tuple(x for x in layers if x.name in kernels), "real", repeats)
-    yield convolutions({x.name: x.gaussian(i) for i, x in enumerate(layers)}, layers, "Gaussian", repeats)
+    yield convolutions(
+        {x.name: x.gaussian(i) for i, x in enumerate(layers)}, layers, "Gaussian", repeats
+    )
     yield dense(((2000, 1000), (4096, 1024)), repeats)
     yield input_sizes((32, 64, 128, 256, 512, 1024), repeats)
     chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")

@@ -46,16 +46,28 @@ class Measured:
 
     @staticmethod
     def of(
-        name: str, works: tuple[Work, Work], rounds: int, clock: Callable[[], float], goal: float | None
+        name: str,
+        works: tuple[Work, Work],
+        rounds: int,
+        clock: Callable[[], float],
+        goal: float | None,
     ) -> Measured:
         """Both in turns, after one round that does not count."""
         contestants = {"ours": works[0], "baseline": works[1]}
         take_turns(contestants, 1)
         contest = take_turns(contestants, rounds, clock)
         ratios = contest.ratios("ours", "baseline")
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        low, _, high = (
+            statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        )
         return Measured(
-            name, statistics.median(ratios), low, high, contest.seconds["ours"], contest.seconds["baseline"], goal
+            name,
+            statistics.median(ratios),
+            low,
+            high,
+            contest.seconds["ours"],
+            contest.seconds["baseline"],
+            goal,
         )
 
 
@@ -109,7 +121,9 @@ def norm_gradient(channels: int) -> Maker:
         layer = layers.plain(c).to(device)
         x = torch.randn(2 if quick else 32, c, 32, 32, device=device)
         K = torch.randn(c, c, 3, 3, device=device).requires_grad_()
-        return lambda: conv_norm(K, input_size=32).backward(), partial(layers.train_step, layer, x, layer(x).detach())
+        return lambda: conv_norm(K, input_size=32).backward(), partial(
+            layers.train_step, layer, x, layer(x).detach()
+        )
 
     return make
 
@@ -122,7 +136,9 @@ def layer(name: str) -> Maker:
         x = torch.randn(batch, c, size, size, device=device, requires_grad=True)
         gradient: Tensor = torch.randn(batch, c, size, size, device=device)
         ours, base = layers.LAYERS[name][0](c).to(device), layers.plain(c).to(device)
-        return partial(layers.train_step, ours, x, gradient), partial(layers.train_step, base, x, gradient)
+        return partial(layers.train_step, ours, x, gradient), partial(
+            layers.train_step, base, x, gradient
+        )
 
     return make
 
@@ -131,7 +147,9 @@ def whole(name: str) -> Maker:
     """A training step of a network of four convolutions and two dense layers against the plain one."""
 
     def make(device: torch.device, quick: bool) -> tuple[Work, Work]:
-        return layers.whole_step(name.lower(), device, quick), layers.whole_step(None, device, quick)
+        return layers.whole_step(name.lower(), device, quick), layers.whole_step(
+            None, device, quick
+        )
 
     return make
 
@@ -166,9 +184,13 @@ def audit(depth: int) -> Maker:
     def make(device: torch.device, quick: bool) -> tuple[Work, Work]:
         size, batch = (32, 1) if quick else (224, 8)
         torch.manual_seed(0)
-        net = (layers.plain(4).eval() if quick else lipschitz.imagenet_resnet(depth)).requires_grad_(False)
+        net = (
+            layers.plain(4).eval() if quick else lipschitz.imagenet_resnet(depth)
+        ).requires_grad_(False)
         net, x = net.to(device), torch.randn(batch, 4 if quick else 3, size, size).to(device)
-        lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))  # what the exporter imports is not part of the audit
+        lipschitz_bound(
+            nn.Linear(2, 2), torch.zeros(1, 2)
+        )  # what the exporter imports is not part of the audit
         return partial(lipschitz_bound, net, x[:1], rtol=0.05), partial(_forward, net, x)
 
     return make
@@ -189,7 +211,9 @@ def guarded(device: torch.device, quick: bool) -> tuple[Work, Work]:
         if hold:
             SpectralGuard(model, radius=1.0, only=nn.Linear, optimizer=optimizer)
 
-        def step(model: nn.Module = model, x: Tensor = x, y: Tensor = y, optimizer: Any = optimizer) -> None:
+        def step(
+            model: nn.Module = model, x: Tensor = x, y: Tensor = y, optimizer: Any = optimizer
+        ) -> None:
             optimizer.zero_grad(set_to_none=True)
             nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
             optimizer.step()
@@ -207,7 +231,10 @@ PAIRS: dict[str, tuple[Maker, float | None]] = {
     "ResNet-18, Gaussian kernels / SVD of all frequencies": (kernels("Gaussian"), 0.25),
     "ResNet-18, real kernels / SVD of all frequencies": (kernels("real"), 0.1),
     "conv_norm 64 channels, with gradient / training step": (norm_gradient(64), None),
-    **{f"{name}, training step / nn.Conv2d": (layer(name), goal) for name, (_, goal) in layers.LAYERS.items()},
+    **{
+        f"{name}, training step / nn.Conv2d": (layer(name), goal)
+        for name, (_, goal) in layers.LAYERS.items()
+    },
     **{
         f"network of {name}, training step / plain network": (whole(name), goal)
         for name, goal in layers.NETWORKS.items()
@@ -221,14 +248,24 @@ PAIRS: dict[str, tuple[Maker, float | None]] = {
 
 
 def measure(
-    rounds: int = 5, device: str = "cpu", only: Iterable[str] = (), quick: bool = False, cpu_time: bool = False
+    rounds: int = 5,
+    device: str = "cpu",
+    only: Iterable[str] = (),
+    quick: bool = False,
+    cpu_time: bool = False,
 ) -> Iterator[Measured]:
     """Every measurement whose name contains one of `only` (all, if there are none), one after the other."""
     where = _available(device)
     wanted = tuple(only)
-    chosen = {name: pair for name, pair in PAIRS.items() if not wanted or any(part in name for part in wanted)}
+    chosen = {
+        name: pair
+        for name, pair in PAIRS.items()
+        if not wanted or any(part in name for part in wanted)
+    }
     if not chosen:
-        raise InputError(f"no measurement has a name with {', '.join(map(repr, wanted))}; there are {', '.join(PAIRS)}")
+        raise InputError(
+            f"no measurement has a name with {', '.join(map(repr, wanted))}; there are {', '.join(PAIRS)}"
+        )
     for name, (make, goal) in chosen.items():
         works = make(where, quick)
         if works is not None:
@@ -244,7 +281,9 @@ def _available(name: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"device {name!r} cannot be used here: {first}; take cpu, or a machine that has it") from error
+        raise InputError(
+            f"device {name!r} cannot be used here: {first}; take cpu, or a machine that has it"
+        ) from error
     return device
 
 
@@ -260,14 +299,22 @@ def _finished(work: Work, device: torch.device) -> Work:
     return both
 
 
-def document(measured: Iterable[Measured], rounds: int, device: str, cpu_time: bool) -> dict[str, Any]:
+def document(
+    measured: Iterable[Measured], rounds: int, device: str, cpu_time: bool
+) -> dict[str, Any]:
     """What is stored: the measurements, and what they depend on."""
     where = machine()
     if device.startswith("cuda"):
         where["device"] = torch.cuda.get_device_name(torch.device(device))
     settings = {"rounds": rounds, "device": device, "clock": "processor" if cpu_time else "wall"}
     rows = [asdict(one) for one in measured]
-    return {"bench": VERSION, "torch": torch.__version__, "machine": where, **settings, "measured": rows}
+    return {
+        "bench": VERSION,
+        "torch": torch.__version__,
+        "machine": where,
+        **settings,
+        "measured": rows,
+    }
 
 
 def read(stored: Any, what: str) -> tuple[str, dict[str, Measured]]:
@@ -283,14 +330,14 @@ def read(stored: Any, what: str) -> tuple[str, dict[str, Measured]]:
         try:
             goal = row["goal"]
             numbers = {key: float(row[key]) for key in ("ratio", "low", "high", "ours", "baseline")}
-            found[str(row["name"])] = Measured(str(row["name"]), goal=None if goal is None else float(goal), **numbers)
+            found[str(row["name"])] = Measured(
+                str(row["name"]), goal=None if goal is None else float(goal), **numbers
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{what}: a measurement lacks {error}") from error
     here = stored.get("machine")
     here = here if isinstance(here, Mapping) else {}
-    where = (
-        f"{here.get('device') or here.get('processor')}, {here.get('threads')} thread(s), torch {stored.get('torch')}"
-    )
+    where = f"{here.get('device') or here.get('processor')}, {here.get('threads')} thread(s), torch {stored.get('torch')}"
     return f"{where}, {stored.get('rounds')} rounds, {stored.get('clock')} time", found
 
 
@@ -302,14 +349,18 @@ def merged(documents: Mapping[str, Any]) -> dict[str, Any]:
         if whole is None:
             whole, first = {**document, "measured": []}, (name, where)
         elif where != first[1]:
-            raise InputError(f"{name} was measured elsewhere or otherwise than {first[0]}: {where}, not {first[1]}")
+            raise InputError(
+                f"{name} was measured elsewhere or otherwise than {first[0]}: {where}, not {first[1]}"
+            )
         names = {row["name"] for row in document["measured"]}
         kept = [row for row in whole["measured"] if row["name"] not in names]
         whole["measured"] = sorted(
             [*kept, *document["measured"]], key=lambda row: [*PAIRS, row["name"]].index(row["name"])
         )
     if whole is None:
-        raise InputError("there is nothing to merge: name two documents of `equipoise bench all --json`")
+        raise InputError(
+            "there is nothing to merge: name two documents of `equipoise bench all --json`"
+        )
     return whole
 
 
@@ -320,9 +371,21 @@ def compare(before: Mapping[str, Measured], after: Mapping[str, Measured]) -> li
         if name not in after:
             continue
         new = after[name]
-        word = "faster" if new.high < old.low else "slower" if new.low > old.high else "no difference seen"
+        word = (
+            "faster"
+            if new.high < old.low
+            else "slower"
+            if new.low > old.high
+            else "no difference seen"
+        )
         rows.append(
-            {"measurement": name, "A": _spread(old), "B": _spread(new), "B/A": new.ratio / old.ratio, "verdict": word}
+            {
+                "measurement": name,
+                "A": _spread(old),
+                "B": _spread(new),
+                "B/A": new.ratio / old.ratio,
+                "verdict": word,
+            }
         )
     return rows
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from equipoise.runs import Row as StoredRow
 from equipoise.runs import Settings, open_run, prepare, start
-from equipoise.runs.settings import DataRecord, Manifest, ModelRecord
-from equipoise.runs.store import Store
+from equipoise.runs.store import DataRecord, Manifest, ModelRecord, Store
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
 from equipoise.smoothing.procedures import DEFAULT
 from equipoise_lab.bench.smoothing import Row, interleaved, resnet, row, small_cnn
@@ -49,11 +48,16 @@ def overhead_row(
     """Seconds of a run (store, bookkeeping, derivation) over seconds of `SmoothedClassifier.certify` on the same draws."""
     model = make()
     x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
-    y, chosen = torch.zeros(inputs, dtype=torch.int64), SimplexMap("softmax", 0.5) if procedure == "lvm" else None
+    y, chosen = (
+        torch.zeros(inputs, dtype=torch.int64),
+        SimplexMap("softmax", 0.5) if procedure == "lvm" else None,
+    )
     smooth = SmoothedClassifier(model, 0.25, 10, map=chosen, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         job = prepare(
-            model, (x, y), Settings.of("sampled", {"sigma": 0.25, "n": n, "procedure": procedure, "map": chosen})
+            model,
+            (x, y),
+            Settings.of("sampled", {"sigma": 0.25, "n": n, "procedure": procedure, "map": chosen}),
         )
         fresh = count()
 
@@ -64,7 +68,13 @@ def overhead_row(
             return smooth.certify(x, n=n, procedure=procedure)
 
         a, b, ratio = interleaved(ours, baseline, repeats)
-    return row(f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds", a, b, ratio, "≤ 1.05")
+    return row(
+        f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds",
+        a,
+        b,
+        ratio,
+        "≤ 1.05",
+    )
 
 
 def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAULT) -> Row:
@@ -86,7 +96,14 @@ def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> No
     """A finished run with made-up votes, as large as asked."""
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(classes, 0.3), size=inputs)
-    keywords = {"sigma": 0.25, "n": n, "seed": 0, "num_classes": classes, "noise": "float", "dimension": 1}
+    keywords = {
+        "sigma": 0.25,
+        "n": n,
+        "seed": 0,
+        "num_classes": classes,
+        "noise": "float",
+        "dimension": 1,
+    }
     manifest = Manifest(
         model=ModelRecord(source="none", hash="none"),
         data=DataRecord(source="none", fingerprint="none", inputs=inputs),

@@ -41,7 +41,11 @@ def interleaved(ours: Work, baseline: Work, repeats: int) -> tuple[float, float,
     """Median seconds of both, and the median of the ratios ours/baseline of each round."""
     ours(), baseline()
     contest = take_turns({"ours": ours, "baseline": baseline}, repeats)
-    return contest.seconds["ours"], contest.seconds["baseline"], statistics.median(contest.ratios("ours", "baseline"))
+    return (
+        contest.seconds["ours"],
+        contest.seconds["baseline"],
+        statistics.median(contest.ratios("ours", "baseline")),
+    )
 
 
 def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
@@ -50,9 +54,13 @@ def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
     p1 = rng.uniform(0.5, 1, values)
     p2 = (1 - p1) * rng.uniform(0, 1, values)
     ours, base, ratio = interleaved(
-        lambda: smoothing.radius_multi_lipschitz(p1, p2, 0.5, 1.0), lambda: (ndtri(p1), ndtri(p2)), repeats
+        lambda: smoothing.radius_multi_lipschitz(p1, p2, 0.5, 1.0),
+        lambda: (ndtri(p1), ndtri(p2)),
+        repeats,
     )
-    return row(f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 8")
+    return row(
+        f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 8"
+    )
 
 
 #: draws of one forward pass
@@ -61,8 +69,12 @@ CHUNK = 100
 
 def against_loop(model: nn.Module, n: int, compiled: Any = None) -> tuple[Work, Work]:
     """`certify` (of the compiled network, if there is one) and the plain loop as published, on a CIFAR network."""
-    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
-    smooth = smoothing.SmoothedClassifier(model if compiled is None else compiled, 0.25, 10, chunk_size=CHUNK, seed=0)
+    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
+        next(model.parameters()).device
+    )
+    smooth = smoothing.SmoothedClassifier(
+        model if compiled is None else compiled, 0.25, 10, chunk_size=CHUNK, seed=0
+    )
     return (
         lambda: smooth.certify(x, n0=CHUNK, n=n, procedure="cohen"),
         lambda: plain_certify(model, x[0], 0.25, 10, CHUNK, n, 1e-3, CHUNK),
@@ -71,9 +83,15 @@ def against_loop(model: nn.Module, n: int, compiled: Any = None) -> tuple[Work, 
 
 def against_votes(model: nn.Module, n: int) -> tuple[Work, Work]:
     """LVM-RS and Cohen on a small network for 28×28 images, where the passes are cheap."""
-    x = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
-    smooth = smoothing.SmoothedClassifier(model, 0.25, 10, map=smoothing.SimplexMap("softmax", 0.5), seed=0)
-    return partial(smooth.certify, x, n=n, procedure="lvm"), partial(smooth.certify, x, n=n, procedure="cohen")
+    x = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(
+        next(model.parameters()).device
+    )
+    smooth = smoothing.SmoothedClassifier(
+        model, 0.25, 10, map=smoothing.SimplexMap("softmax", 0.5), seed=0
+    )
+    return partial(smooth.certify, x, n=n, procedure="lvm"), partial(
+        smooth.certify, x, n=n, procedure="cohen"
+    )
 
 
 def throughput_rows(repeats: int = 5, n: int = 900) -> list[Row]:
@@ -90,50 +108,91 @@ def throughput_rows(repeats: int = 5, n: int = 900) -> list[Row]:
     a, b, ratio = interleaved(ours, bare, repeats)
     c, d, against = interleaved(ours, plain, repeats)
     return [
-        row("certify, draws per second / bare forward passes", draws / a, draws / b, 1 / ratio, "≥ 0.95"),
-        row("certify, draws per second / plain loop as published", draws / c, draws / d, 1 / against, "≥ 1"),
+        row(
+            "certify, draws per second / bare forward passes",
+            draws / a,
+            draws / b,
+            1 / ratio,
+            "≥ 0.95",
+        ),
+        row(
+            "certify, draws per second / plain loop as published",
+            draws / c,
+            draws / d,
+            1 / against,
+            "≥ 1",
+        ),
     ]
 
 
 def grid_rows(repeats: int = 5, n: int = 900) -> list[Row]:
     """Votes with exact noise on the 8-bit grid against the same passes with float32 normals of torch, drawn in place."""
     found = []
-    cases = (("ResNet-20", resnet(), (3, 32, 32), "≤ 1.05"), ("small CNN", small_cnn(), (1, 28, 28), "≤ 1.2"))
+    cases = (
+        ("ResNet-20", resnet(), (3, 32, 32), "≤ 1.05"),
+        ("small CNN", small_cnn(), (1, 28, 28), "≤ 1.2"),
+    )
     for name, model, shape, goal in cases:
         x = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).float() / 255
-        smooth = smoothing.SmoothedClassifier(model, 0.25, 10, chunk_size=CHUNK, seed=0, noise="grid")
+        smooth = smoothing.SmoothedClassifier(
+            model, 0.25, 10, chunk_size=CHUNK, seed=0, noise="grid"
+        )
         buffer, generator = torch.empty(CHUNK, *shape), torch.Generator().manual_seed(0)
 
         def ours(smooth: smoothing.SmoothedClassifier = smooth, x: Tensor = x) -> Any:
             return smooth.counts(x, n, input_id=0, stream=smoothing.Stream.ESTIMATION)
 
-        def plain(model: nn.Module = model, x: Tensor = x, buffer: Tensor = buffer, draw: Any = generator) -> Any:
+        def plain(
+            model: nn.Module = model, x: Tensor = x, buffer: Tensor = buffer, draw: Any = generator
+        ) -> Any:
             votes = torch.zeros(10, dtype=torch.int64)
             with torch.inference_mode():
                 for _ in range(n // CHUNK):
                     votes += torch.bincount(
-                        model(buffer.normal_(0, 0.25, generator=draw).add_(x)).argmax(1), minlength=10
+                        model(buffer.normal_(0, 0.25, generator=draw).add_(x)).argmax(1),
+                        minlength=10,
                     )
             return votes
 
         a, b, ratio = interleaved(ours, plain, repeats)
-        found.append(row(f"exact noise / float32 normals in place, {name}, seconds", a, b, ratio, goal))
+        found.append(
+            row(f"exact noise / float32 normals in place, {name}, seconds", a, b, ratio, goal)
+        )
     return found
 
 
 def rivals_rows() -> list[Row]:
     """Mean radius of `rivals` against CPM where classes are many, and against the best of the others on a coarse map."""
-    many = [compare(Law(1000, p, s), 1000, repetitions=100) for p, s in ((0.3, 0.1), (0.4, 0.3), (0.5, 0.5))]
+    many = [
+        compare(Law(1000, p, s), 1000, repetitions=100)
+        for p, s in ((0.3, 0.1), (0.4, 0.3), (0.5, 0.5))
+    ]
     ours, theirs = (sum(p.radii[k] for p in many) for k in ("rivals", "cpm"))
     worst = min(
-        rivals_map((3, 10), (0.6, 0.9, 0.999), (0.1, 0.5, 1.0), ((1000, 100), (10_000, 100)), repetitions=100),
+        rivals_map(
+            (3, 10),
+            (0.6, 0.9, 0.999),
+            (0.1, 0.5, 1.0),
+            ((1000, 100), (10_000, 100)),
+            repetitions=100,
+        ),
         key=lambda p: p.ratio,
     )
     best = max(worst.radii[k] for k in OTHERS)
     return [
-        row("mean radius of rivals / CPM, c = 1000, p₁ = 0.3 … 0.5, n = 10³", ours, theirs, ours / theirs, "≥ 1.25"),
         row(
-            "mean radius of rivals / best other, worst of the map", worst.radii["rivals"], best, worst.ratio, "≥ 0.995"
+            "mean radius of rivals / CPM, c = 1000, p₁ = 0.3 … 0.5, n = 10³",
+            ours,
+            theirs,
+            ours / theirs,
+            "≥ 1.25",
+        ),
+        row(
+            "mean radius of rivals / best other, worst of the map",
+            worst.radii["rivals"],
+            best,
+            worst.ratio,
+            "≥ 0.995",
         ),
     ]
 
@@ -160,7 +219,14 @@ def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -
 
 
 def plain_certify(
-    model: nn.Module, x: Tensor, sigma: float, classes: int, n0: int, n: int, alpha: float, batch: int
+    model: nn.Module,
+    x: Tensor,
+    sigma: float,
+    classes: int,
+    n0: int,
+    n: int,
+    alpha: float,
+    batch: int,
 ) -> tuple[int, float]:
     """Certification the plain way: repeat the input, add fresh noise, count, one Clopper–Pearson bound."""
 
@@ -235,7 +301,9 @@ class Point:
         return self.radii["rivals"] / best if best > 0 else 1.0
 
 
-def compare(law: Law, n: int, n0: int = 100, *, alpha: float = 1e-3, repetitions: int = 200, seed: int = 0) -> Point:
+def compare(
+    law: Law, n: int, n0: int = 100, *, alpha: float = 1e-3, repetitions: int = 200, seed: int = 0
+) -> Point:
     """Mean radii of all vote procedures on the same votes; a wrong class counts as radius 0.
 
     >>> compare(Law(1000, 0.3, 0.1), 1000, repetitions=50).ratio > 1.2
@@ -265,8 +333,14 @@ def rivals_map(
     0.95, 1 and n0 = 100: but for the edge "one rival holds the rest" and the largest c, the points here are others.
     """
     laws = [Law(c, p, s) for c in classes for p in p1 for s in shares]
-    kept = [law for law in laws if law.probabilities().argmax() == 0 and (law.probabilities()[1:] < law.p1).all()]
-    return [compare(law, n, n0, repetitions=repetitions, seed=seed) for law in kept for n, n0 in sizes]
+    kept = [
+        law
+        for law in laws
+        if law.probabilities().argmax() == 0 and (law.probabilities()[1:] < law.p1).all()
+    ]
+    return [
+        compare(law, n, n0, repetitions=repetitions, seed=seed) for law in kept for n, n0 in sizes
+    ]
 
 
 def draw_map(path: str | Path, points: Sequence[Point]) -> None:
@@ -276,7 +350,9 @@ def draw_map(path: str | Path, points: Sequence[Point]) -> None:
 
     classes = sorted({p.law.classes for p in points})
     sizes = sorted({(p.n, p.n0) for p in points})
-    p1, shares = (sorted({f(p) for p in points}) for f in (lambda p: p.law.p1, lambda p: p.law.share))
+    p1, shares = (
+        sorted({f(p) for p in points}) for f in (lambda p: p.law.p1, lambda p: p.law.share)
+    )
     figure = Figure(figsize=(3.1 * len(classes), 2.9 * len(sizes)), layout="constrained")
     axes = figure.subplots(len(sizes), len(classes), squeeze=False)
     image = None
@@ -287,7 +363,12 @@ def draw_map(path: str | Path, points: Sequence[Point]) -> None:
                 if (p.n, p.n0, p.law.classes) == (n, n0, c):
                     cells[shares.index(p.law.share), p1.index(p.law.p1)] = p.ratio
             image = axes[i, j].imshow(
-                np.clip(cells, 0.9, 1.3), vmin=0.9, vmax=1.3, cmap="RdYlGn", origin="lower", aspect="auto"
+                np.clip(cells, 0.9, 1.3),
+                vmin=0.9,
+                vmax=1.3,
+                cmap="RdYlGn",
+                origin="lower",
+                aspect="auto",
             )
             for (row, column), value in np.ndenumerate(cells):
                 if np.isfinite(value):
@@ -299,6 +380,8 @@ def draw_map(path: str | Path, points: Sequence[Point]) -> None:
             axes[i, j].set_xlabel("p₁", fontsize=7)
             axes[i, j].set_ylabel("runner-up's part of the rest", fontsize=7)
     if image is not None:
-        figure.colorbar(image, ax=axes, label="mean radius of rivals / best of the others", shrink=0.8)
+        figure.colorbar(
+            image, ax=axes, label="mean radius of rivals / best of the others", shrink=0.8
+        )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rivals"}):
         figure.savefig(path, metadata={"Date": None})

@@ -23,7 +23,13 @@ from equipoise_lab.timing import peak_bytes, take_turns
 class Step:
     """One training step on a fixed batch: forward, loss and an extra term, backward, SGD with momentum."""
 
-    def __init__(self, width: int, x: Tensor, y: Tensor, term: Callable[[nn.Module], Callable[[], Any]] | None) -> None:
+    def __init__(
+        self,
+        width: int,
+        x: Tensor,
+        y: Tensor,
+        term: Callable[[nn.Module], Callable[[], Any]] | None,
+    ) -> None:
         self.x, self.y = x, y
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -42,12 +48,16 @@ class Step:
         return float(loss.detach())
 
 
-def training_step(width: int = 64, batch: int = 64, repeats: int = 5, size: int = 32, gram: bool = True) -> Section:
+def training_step(
+    width: int = 64, batch: int = 64, repeats: int = 5, size: int = 32, gram: bool = True
+) -> Section:
     """A step with spectral regularisation of all convolutions, or with activation decay, over the plain step."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, 3, size, size, generator=generator)
     y = torch.randint(10, (batch,), generator=generator)
-    spectral = partial(SpectralPenalty, kind="squares", only=nn.Conv2d, weight=1e-4, input_size=size)
+    spectral = partial(
+        SpectralPenalty, kind="squares", only=nn.Conv2d, weight=1e-4, input_size=size
+    )
     terms: dict[str, Callable[[nn.Module], Callable[[], Any]] | None] = {
         "plain": None,
         "plain, again": None,
@@ -61,12 +71,23 @@ def training_step(width: int = 64, batch: int = 64, repeats: int = 5, size: int 
         step()  # allocate and warm up
     contest = take_turns(steps, repeats)
     rows: list[Row] = [
-        {"step": name, "seconds": contest.seconds[name], "ratio": contest.ratio(name, "plain")} for name in steps
+        {"step": name, "seconds": contest.seconds[name], "ratio": contest.ratio(name, "plain")}
+        for name in steps
     ]
     own = 1 + decay_seconds(batch, 8 * width) / contest.seconds["plain"]
-    rows.append({"step": "plain + work of activation decay", "seconds": own * contest.seconds["plain"], "ratio": own})
+    rows.append(
+        {
+            "step": "plain + work of activation decay",
+            "seconds": own * contest.seconds["plain"],
+            "ratio": own,
+        }
+    )
     goals = [
-        Goal("step with spectral regularisation / plain step", contest.ratio("spectral, tracked", "plain"), 1.3),
+        Goal(
+            "step with spectral regularisation / plain step",
+            contest.ratio("spectral, tracked", "plain"),
+            1.3,
+        ),
         Goal("step with activation decay / plain step", own, 1.01),
     ]
     note = (
@@ -74,7 +95,9 @@ def training_step(width: int = 64, batch: int = 64, repeats: int = 5, size: int 
         "brackets proved on demand; gram: an upper bound at every step. "
         "The second plain step shows the noise, which hides activation decay: its own work is timed apart"
     )
-    return Section(f"one step of a ResNet-18 of width {width}, {size}×{size}, batch {batch}", rows, goals, note)
+    return Section(
+        f"one step of a ResNet-18 of width {width}, {size}×{size}, batch {batch}", rows, goals, note
+    )
 
 
 def decay_seconds(batch: int, features: int, classes: int = 10, repeats: int = 9) -> float:
@@ -91,11 +114,14 @@ def decay_seconds(batch: int, features: int, classes: int = 10, repeats: int = 9
     return take_turns({"decay": work}, repeats).seconds["decay"]
 
 
-def explicit_memory(layers: tuple[Layer, ...], shapes: tuple[tuple[int, int], ...], iterations: int = 6) -> Section:
+def explicit_memory(
+    layers: tuple[Layer, ...], shapes: tuple[tuple[int, int], ...], iterations: int = 6
+) -> Section:
     """Peak memory of value and gradient of the bound: explicit against autodiff through the iterations, t = 6."""
     found = gradient_memory(layers)
     rows: list[Row] = [
-        {key: row[key] for key in ("layer", "explicit MB", "autodiff MB", "ratio")} for row in found.rows
+        {key: row[key] for key in ("layer", "explicit MB", "autodiff MB", "ratio")}
+        for row in found.rows
     ]
     for m, n in shapes:
         W = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -103,7 +129,12 @@ def explicit_memory(layers: tuple[Layer, ...], shapes: tuple[tuple[int, int], ..
         W.grad = None
         auto = peak_bytes(lambda W=W: gram_norm_plain(W, iterations).backward())  # type: ignore[misc]
         rows.append(
-            {"layer": f"matrix {m}×{n}", "explicit MB": ours / 1e6, "autodiff MB": auto / 1e6, "ratio": ours / auto}
+            {
+                "layer": f"matrix {m}×{n}",
+                "explicit MB": ours / 1e6,
+                "autodiff MB": auto / 1e6,
+                "ratio": ours / auto,
+            }
         )
     worst = max(row["ratio"] for row in found.rows)
     goals = [Goal("explicit / autodiff, worst convolution", worst, 0.5)]
@@ -115,12 +146,17 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
     if quick:  # the goals speak of real sizes
         yield replace(training_step(width=4, batch=4, repeats=1, size=16), goals=[])
         yield replace(explicit_memory((Layer("tiny", 8, 8, 3, 1, 8),), ((40, 30),)), goals=[])
-        yield replace(control_step(steps=1, width=32, depth=1, batch=1, channels=1, pictures=2, size=8), goals=[])
+        yield replace(
+            control_step(steps=1, width=32, depth=1, batch=1, channels=1, pictures=2, size=8),
+            goals=[],
+        )
         return
     yield training_step(repeats=repeats)
     yield control_step(steps=2 * repeats)
     chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
-    yield explicit_memory(tuple(x for x in resnet18_layers() if x.name in chosen), ((512, 4608), (1024, 1024)))
+    yield explicit_memory(
+        tuple(x for x in resnet18_layers() if x.name in chosen), ((512, 4608), (1024, 1024))
+    )
 
 
 @dataclass(frozen=True)
@@ -162,7 +198,9 @@ class Case:
             "plain s": plain / steps,
             "added s": added / steps,
             "ratio": 1 + added / plain,
-            "held at": max(b.upper for b in control.bounds().values()) if not self.penalty else None,
+            "held at": max(b.upper for b in control.bounds().values())
+            if not self.penalty
+            else None,
         }
 
 
@@ -170,7 +208,9 @@ def gpt(width: int, depth: int, tokens: int, batch: int) -> tuple[nn.Module, Ten
     """A character model, random text, and what follows."""
     torch.manual_seed(0)
     text = torch.randint(65, (batch, tokens + 1))
-    model = lipschitz_gpt(context=tokens, width=width, depth=depth, heads=max(1, width // 32), constant=None)
+    model = lipschitz_gpt(
+        context=tokens, width=width, depth=depth, heads=max(1, width // 32), constant=None
+    )
     return model, text[:, :-1], text[:, 1:]
 
 
@@ -195,7 +235,9 @@ def control_step(
     for lr in (3e-4, 3e-3):
         model, x, y = gpt(width, depth, 128, batch)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        cases.append(Case(f"GPT {depth}×{width}, guard, AdamW {lr:g}", model, x, y, optimizer, guard))
+        cases.append(
+            Case(f"GPT {depth}×{width}, guard, AdamW {lr:g}", model, x, y, optimizer, guard)
+        )
     model, x, y = gpt(width, depth, 128, batch)
     matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     muon = torch.optim.Muon(matrices, lr=0.02)
@@ -203,7 +245,9 @@ def control_step(
     model, x, y = gpt(width, depth, 128, batch)
     term = partial(SpectralPenalty, kind="hinge", only=nn.Linear, weight=1e-3, bound="proved")
     adam = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    cases.append(Case(f"GPT {depth}×{width}, proved penalty", model, x, y, adam, term, penalty=True))
+    cases.append(
+        Case(f"GPT {depth}×{width}, proved penalty", model, x, y, adam, term, penalty=True)
+    )
     for every in (1, 10):
         net, u, v = images(channels, pictures, size)
         sgd = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
@@ -212,7 +256,13 @@ def control_step(
     net, u, v = images(channels, pictures, size)
     sgd = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
     spectral = partial(
-        SpectralPenalty, kind="squares", only=nn.Conv2d, weight=1e-4, input_size=size, bound="proved", rtol=0.05
+        SpectralPenalty,
+        kind="squares",
+        only=nn.Conv2d,
+        weight=1e-4,
+        input_size=size,
+        bound="proved",
+        rtol=0.05,
     )
     cases.append(Case("ResNet-18, proved penalty", net, u, v, sgd, spectral, penalty=True))
     rows = [case.run(steps, warm=2) for case in cases]
@@ -221,10 +271,19 @@ def control_step(
         Goal("small GPT under guard / plain step", ratios[cases[0].name], 1.05),
         Goal("small GPT with the proved penalty / plain step", ratios[cases[3].name], 1.3),
         Goal("ResNet-18 under guard / plain step", ratios["ResNet-18, guard, every=10"], 1.05),
-        Goal("ResNet-18 with the proved penalty / plain step", ratios["ResNet-18, proved penalty"], 1.3),
+        Goal(
+            "ResNet-18 with the proved penalty / plain step",
+            ratios["ResNet-18, proved penalty"],
+            1.3,
+        ),
     ]
     note = (
         "processor seconds in one run, the control timed apart in every step; all layers start above the radius and are held at "
         "1.001, proved after every step. every=10: new proofs every tenth step only"
     )
-    return Section(f"spectral control: batch {batch}×128 and {pictures} pictures of {size}×{size}", rows, goals, note)
+    return Section(
+        f"spectral control: batch {batch}×128 and {pictures} pictures of {size}×{size}",
+        rows,
+        goals,
+        note,
+    )

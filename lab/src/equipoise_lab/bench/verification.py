@@ -43,7 +43,12 @@ class Task:
 
 def _dense() -> nn.Sequential:
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
+        nn.Flatten(),
+        nn.Linear(784, 100),
+        nn.ReLU(),
+        nn.Linear(100, 100),
+        nn.ReLU(),
+        nn.Linear(100, 10),
     )
 
 
@@ -90,8 +95,12 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
         attacked = eq.attacks.pgd(model, x, y, epsilon=task.radius, steps=100, restarts=3)
         proved = radii.radius >= task.radius
         if bool((proved & attacked.success).any()):
-            raise AssertionError("an attack broke a proof: this is a bug of equipoise, please report it")
-        methods = Counter(method for method, yes in zip(radii.methods, proved.tolist(), strict=True) if yes)
+            raise AssertionError(
+                "an attack broke a proof: this is a bug of equipoise, please report it"
+            )
+        methods = Counter(
+            method for method, yes in zip(radii.methods, proved.tolist(), strict=True) if yes
+        )
         found.append(
             {
                 "network": task.name,

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from equipoise_lab.bench.norms import Section
 
-bench = typer.Typer(help="Speed and tightness against the alternatives, side by side in one run.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Speed and tightness against the alternatives, side by side in one run.",
+    no_args_is_help=True,
+)
 
 
 @bench.callback()
@@ -28,8 +31,12 @@ def _bench() -> None:
 
 @bench.command()
 def norms(
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds in which all contestants take turns.")
+    ] = 3,
     as_json: Json = False,
 ) -> None:
     """Spectral norms: SVD of all frequencies, plain Gram iteration, Ryu, matrix_norm, ARPACK.
@@ -63,7 +70,9 @@ def _sections(sections: Iterable[Section], repeats: int, as_json: bool) -> None:
         else:
             _show(section, console)
     if as_json:
-        emit_json({"torch": torch.__version__, "threads": threads, "repeats": repeats, "sections": done})
+        emit_json(
+            {"torch": torch.__version__, "threads": threads, "repeats": repeats, "sections": done}
+        )
 
 
 @bench.command()
@@ -100,7 +109,9 @@ def lipschitz(as_json: Json = False) -> None:
 @bench.command()
 def verification(
     images: Annotated[int, typer.Option(min=1, max=200, help="Images of each network.")] = 50,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of processor time for each image.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of processor time for each image.")
+    ] = 60.0,
     as_json: Json = False,
 ) -> None:
     """ℓ2 robustness of the SDP-CROWN release's networks at their radii: proved, and not broken by an attack.
@@ -117,13 +128,19 @@ def verification(
     if as_json:
         emit_json(found)
         return
-    print_table("robust at the radius", [{name: str(value) for name, value in row.items()} for row in found])
+    print_table(
+        "robust at the radius", [{name: str(value) for name, value in row.items()} for row in found]
+    )
 
 
 @bench.command()
 def layers(
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds in which all contestants take turns.")
+    ] = 5,
     as_json: Json = False,
 ) -> None:
     """1-Lipschitz layers: training step and exported evaluation against nn.Conv2d, and conditioning.
@@ -142,8 +159,12 @@ def layers(
 
 @bench.command()
 def training(
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny network, seconds instead of minutes.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny network, seconds instead of minutes.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds in which all contestants take turns.")
+    ] = 3,
     as_json: Json = False,
 ) -> None:
     """Training: a step with spectral regularisation or activation decay against the plain step, and memory.
@@ -175,16 +196,27 @@ def runs(
 
 @bench.command("all")
 def everything(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Store the measurements in this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Store the measurements in this file.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, …")] = "cpu",
-    only: Annotated[list[str] | None, typer.Option(help="Part of a measurement's name; may be given often.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Part of a measurement's name; may be given often.")
+    ] = None,
     cpu_time: Annotated[
         bool,
-        typer.Option("--cpu-time", help="Processor seconds instead of wall time: for a busy machine and one thread."),
+        typer.Option(
+            "--cpu-time",
+            help="Processor seconds instead of wall time: for a busy machine and one thread.",
+        ),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that everything runs.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes, to see that everything runs.")
+    ] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table of the documentation.")
+    ] = False,
 ) -> None:
     """Every ratio with its quartiles over the rounds, to be stored and compared.
 
@@ -199,7 +231,9 @@ def everything(
     measured = []
     for one in measure(rounds, device, only or (), quick, cpu_time):
         measured.append(one)
-        messages().print(f"{one.name}: {one.ratio:.3g} ({one.low:.3g} – {one.high:.3g})", markup=False)
+        messages().print(
+            f"{one.name}: {one.ratio:.3g} ({one.low:.3g} – {one.high:.3g})", markup=False
+        )
     stored = document(measured, rounds, device, cpu_time)
     if json_file is not None:
         atomic_write(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
@@ -209,8 +243,13 @@ def everything(
 
 @bench.command()
 def merge(
-    runs: Annotated[list[Path], typer.Argument(help="Documents of `equipoise bench all --json`, of one machine.")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Store the joined document in this file.")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Documents of `equipoise bench all --json`, of one machine."),
+    ],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Store the joined document in this file.")
+    ] = None,
 ) -> None:
     """Runs of parts (`--only`) as one document, and its table; later measurements replace earlier ones.
 
@@ -248,7 +287,38 @@ def compare(
     if as_json:
         emit_json({"A": a, "B": b, "rows": rows})
     else:
-        _show(Section("ratios of ours over the baseline: median (quartiles)", rows, note=f"A: {a}\nB: {b}"), results())
+        _show(
+            Section(
+                "ratios of ours over the baseline: median (quartiles)", rows, note=f"A: {a}\nB: {b}"
+            ),
+            results(),
+        )
+
+
+@bench.command()
+def states(
+    other: Annotated[
+        Path, typer.Argument(help="A checkout of the other state: the folder with `src`.")
+    ],
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which both states take turns.")] = 5,
+    only: Annotated[str, typer.Option(help="Part of a case's name.")] = "",
+    as_json: Json = False,
+) -> None:
+    """This checkout against another one, in processor time: what a change made faster or slower.
+
+    Example:
+
+      git worktree add --detach ../before HEAD~1 && equipoise bench states ../before
+    """
+    import equipoise
+    from equipoise_lab.bench.norms import Section
+    from equipoise_lab.bench.states import compare as in_turns
+
+    rows = in_turns(other, Path(equipoise.__file__).parents[2], rounds, only)
+    if as_json:
+        emit_json({"rows": rows})
+    else:
+        _show(Section("processor time, new over old: median of the rounds", rows), results())
 
 
 @bench.command()
@@ -290,7 +360,10 @@ def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
 def _show(section: Section, console: Console) -> None:
     if section.rows:
         columns = list(section.rows[0])
-        cells = [{column: _cell(column, row.get(column, "")) for column in columns} for row in section.rows]
+        cells = [
+            {column: _cell(column, row.get(column, "")) for column in columns}
+            for row in section.rows
+        ]
         print_table(section.title, cells)
     else:
         console.print(section.title, style="bold")
@@ -298,7 +371,11 @@ def _show(section: Section, console: Console) -> None:
         console.print(section.note, style="dim", markup=False)
     for goal in section.goals:
         mark, style = ("reached", "green") if goal.reached else ("missed", "red")
-        console.print(f"  {goal.what}: {goal.ratio:.3f}× (goal ≤ {goal.limit}×, {mark})", style=style, markup=False)
+        console.print(
+            f"  {goal.what}: {goal.ratio:.3f}× (goal ≤ {goal.limit}×, {mark})",
+            style=style,
+            markup=False,
+        )
     console.print()
 
 

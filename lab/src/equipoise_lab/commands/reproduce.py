@@ -17,28 +17,45 @@ if TYPE_CHECKING:
 
 def reproduce(
     identifiers: Annotated[
-        list[str] | None, typer.Argument(help='identifiers or places ("Table 5.1") as --list shows them')
+        list[str] | None,
+        typer.Argument(help='identifiers or places ("Table 5.1") as --list shows them'),
     ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="show every experiment with its claim")] = False,
-    every: Annotated[bool, typer.Option("--all", help="run every experiment, keeping stored results")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="show every experiment with its claim")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="run every experiment, keeping stored results")
+    ] = False,
     scale: Annotated[
-        str, typer.Option(help="laptop: minutes; desk: up to forty minutes each; paper: the thesis' settings")
+        str,
+        typer.Option(
+            help="laptop: minutes; desk: up to forty minutes each; paper: the thesis' settings"
+        ),
     ] = "laptop",
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
-    data: Annotated[Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")] = Path(
-        "results"
-    ),
-    again: Annotated[bool, typer.Option("--again", help="run even if a result with these settings is stored")] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")
+    ] = Path("results"),
+    again: Annotated[
+        bool, typer.Option("--again", help="run even if a result with these settings is stored")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing")
+        bool,
+        typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing"),
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="say what would run, with which settings and data; run nothing")
+        bool,
+        typer.Option(
+            "--plan", help="say what would run, with which settings and data; run nothing"
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
     page: Annotated[
-        Path | None, typer.Option(help="write a page of the stored results to this file; run nothing")
+        Path | None,
+        typer.Option(help="write a page of the stored results to this file; run nothing"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -75,11 +92,15 @@ def reproduce(
         atomic_write(page, summary(stored(chosen_experiments(identifiers or ()), out), here))
         return
     if not identifiers and not every:
-        raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
+        raise InputError(
+            "name an experiment (`equipoise reproduce --list` shows them) or pass --all"
+        )
     chosen = chosen_experiments(identifiers or ())
     for experiment in chosen:
         experiment.settings(scale)  # an unknown scale is refused before anything runs
-    folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
+    folder = data or (
+        Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None
+    )
     if plan:
         _plan(chosen, scale, seed, folder, out, as_json)
         return
@@ -87,10 +108,21 @@ def reproduce(
     if not dry_run:
         _require_folder(out)
     console = messages()
-    context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))
+    context = Context(
+        seed,
+        folder,
+        device,
+        dry_run,
+        lambda text: console.print(f"  {text}", style="dim", markup=False),
+    )
     outcomes: list[Outcome] = []
     for outcome in reproduce_all(
-        chosen, scale, context, out, again=again, before=lambda e: console.print(f"{e.id}: {e.title}", markup=False)
+        chosen,
+        scale,
+        context,
+        out,
+        again=again,
+        before=lambda e: console.print(f"{e.id}: {e.title}", markup=False),
     ):
         outcomes.append(outcome)
         if not as_json:
@@ -105,7 +137,9 @@ def reproduce(
         raise typer.Exit(2)
 
 
-def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool) -> None:
+def _plan(
+    chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool
+) -> None:
     from dataclasses import asdict
 
     from equipoise_lab.experiments.runner import plan
@@ -167,7 +201,9 @@ def _list(out: Path, as_json: bool) -> None:
                 "chapter": experiment.chapter,
                 "claim": experiment.claim,
                 "published": experiment.published,
-                "verdicts": [f"{verdict.part}: {verdict.label}".removeprefix(": ") for verdict in verdicts],
+                "verdicts": [
+                    f"{verdict.part}: {verdict.label}".removeprefix(": ") for verdict in verdicts
+                ],
             }
         )
     if as_json:
@@ -175,7 +211,8 @@ def _list(out: Path, as_json: bool) -> None:
         return
     verdict = f"verdict in {out}"
     cells = [
-        {name: row[name] for name in ("id", "place", "claim")} | {verdict: "\n".join(row["verdicts"]) or "not run"}
+        {name: row[name] for name in ("id", "place", "claim")}
+        | {verdict: "\n".join(row["verdicts"]) or "not run"}
         for row in rows
     ]
     print_table("Experiments of the thesis", cells)

@@ -15,21 +15,41 @@ if TYPE_CHECKING:
 
 
 def scoreboard(
-    data: Annotated[str, typer.Option(help="digits, or a file or folder, here or in EQUIPOISE_DATA.")] = "digits",
-    minutes: Annotated[float, typer.Option(help="Processor minutes of training for every cell.")] = 1.0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the cells and the result.")] = Path("scoreboard"),
+    data: Annotated[
+        str, typer.Option(help="digits, or a file or folder, here or in EQUIPOISE_DATA.")
+    ] = "digits",
+    minutes: Annotated[
+        float, typer.Option(help="Processor minutes of training for every cell.")
+    ] = 1.0,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of the cells and the result.")
+    ] = Path("scoreboard"),
     families: Annotated[
-        str, typer.Option(help="Families, separated by commas; `all` are those of equipoise, peers by name.")
+        str,
+        typer.Option(
+            help="Families, separated by commas; `all` are those of equipoise, peers by name."
+        ),
     ] = "all",
-    losses: Annotated[str, typer.Option(help="Losses for every family, separated by commas.")] = "lmt",
+    losses: Annotated[
+        str, typer.Option(help="Losses for every family, separated by commas.")
+    ] = "lmt",
     all_losses: Annotated[str, typer.Option(help="Families that are played with every loss.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of every cell.")] = 1,
-    workers: Annotated[int, typer.Option(help="0: one cell after the other; else so many at once, on Ray.")] = 0,
-    autoattack: Annotated[
-        int, typer.Option(help="So many test inputs are attacked by AutoAttack too, where it is installed.")
+    workers: Annotated[
+        int, typer.Option(help="0: one cell after the other; else so many at once, on Ray.")
     ] = 0,
-    small: Annotated[bool, typer.Option("--small", help="A network for 8×8 images (digits).")] = False,
-    listed: Annotated[bool, typer.Option("--plan", help="Say what would be played, and play nothing.")] = False,
+    autoattack: Annotated[
+        int,
+        typer.Option(
+            help="So many test inputs are attacked by AutoAttack too, where it is installed."
+        ),
+    ] = 0,
+    small: Annotated[
+        bool, typer.Option("--small", help="A network for 8×8 images (digits).")
+    ] = False,
+    listed: Annotated[
+        bool, typer.Option("--plan", help="Say what would be played, and play nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Which layer should I take? Families × losses × seeds, each trained for the same processor time.
@@ -50,7 +70,9 @@ def scoreboard(
 
     chosen = list(every()) if families == "all" else _names(families)
     cells = plan(chosen, _names(losses), seeds, _names(all_losses))
-    shape: dict[str, Any] = {"channels": (16, 32), "depths": (2, 1), "hidden": 64, "batch_size": 64} if small else {}
+    shape: dict[str, Any] = (
+        {"channels": (16, 32), "depths": (2, 1), "hidden": 64, "batch_size": 64} if small else {}
+    )
     if small:
         shape |= {"lr": 5e-3, "epsilon": 0.4, "flip": False}
     budget = Budget(data, minutes, **shape)
@@ -60,9 +82,13 @@ def scoreboard(
             emit_json({"cells": [c.name for c in cells], "processor_minutes": total})
         else:
             results().print("\n".join(c.name for c in cells), markup=False)
-            results().print(f"{len(cells)} cells, {total:g} processor minutes of training", markup=False)
+            results().print(
+                f"{len(cells)} cells, {total:g} processor minutes of training", markup=False
+            )
         return
-    board = play(cells, budget, out, workers=workers, tell=None if as_json else _tell, autoattack=autoattack)
+    board = play(
+        cells, budget, out, workers=workers, tell=None if as_json else _tell, autoattack=autoattack
+    )
     if as_json:
         emit_json({"budget": board.budget, "cells": board.cells, "out": str(out)})
     else:

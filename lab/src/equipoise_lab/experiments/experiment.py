@@ -52,7 +52,9 @@ class Cells:
                 cells.processor += stored["processor"]
         return cells
 
-    def rows(self, key: str, make: Callable[..., Iterable[dict[str, Any]]], *given: Any) -> list[dict[str, Any]]:
+    def rows(
+        self, key: str, make: Callable[..., Iterable[dict[str, Any]]], *given: Any
+    ) -> list[dict[str, Any]]:
         """The rows of a cell: those stored, else made now and stored."""
         if key not in self.found:
             wall, processor = time.perf_counter(), time.process_time()
@@ -113,7 +115,9 @@ OWN_LABELS = {
 
 
 #: what would make a claim about the speed of a GPU comparable
-NEEDS_GPU = "on a CPU; `equipoise bench norms --device cuda` measures the published comparison on a GPU"
+NEEDS_GPU = (
+    "on a CPU; `equipoise bench norms --device cuda` measures the published comparison on a GPU"
+)
 
 
 def graded(full: bool, partly: bool = False) -> Label:
@@ -184,7 +188,9 @@ class Power:
         if not math.isfinite(self.detectable):
             return f"published effect {self.published:g} {self.unit}; one seed or input says nothing on the spread"
         more = (
-            f"{self.needed} {self.over} would do" if self.needed < MOST else f"more than {MOST} {self.over} are needed"
+            f"{self.needed} {self.over} would do"
+            if self.needed < MOST
+            else f"more than {MOST} {self.over} are needed"
         )
         enough = "enough" if self.detectable <= abs(self.published) else more
         return (
@@ -235,7 +241,9 @@ class Context:
     def file(self, name: str) -> Path:
         """A file of the data folder, or one sentence on where it was expected."""
         if self.data is None:
-            raise InputError(f"this experiment needs {name}: pass --data FOLDER or set EQUIPOISE_DATA")
+            raise InputError(
+                f"this experiment needs {name}: pass --data FOLDER or set EQUIPOISE_DATA"
+            )
         path = self.data / name
         if not path.exists():
             raise InputError(f"this experiment needs {name}, which {self.data} does not hold")
@@ -263,10 +271,14 @@ class Experiment:
     draw: Callable[[Sequence[Row]], Figure]
     needs: tuple[str, ...] = ()  # data files, none if bundled data are enough
     place: str = ""  # figures and tables of the thesis
-    desk: Any = None  # at most forty minutes of two cores; the laptop's settings where they are enough
+    desk: Any = (
+        None  # at most forty minutes of two cores; the laptop's settings where they are enough
+    )
     notes: tuple[str, ...] = ()  # deviations that no setting shows
     power: Callable[[Sequence[Row]], Power] | None = None
-    precondition: Callable[[Sequence[Row]], Precondition] | None = None  # of every part of the claim
+    precondition: Callable[[Sequence[Row]], Precondition] | None = (
+        None  # of every part of the claim
+    )
     own: bool = False  # the claim is ours, not the thesis'
 
     def settings(self, scale: str) -> Any:
@@ -292,7 +304,11 @@ class Experiment:
     def deviations(self, scale: str) -> list[tuple[str, Any, Any]]:
         """(setting, the thesis', the one used) wherever a scale differs from the paper's."""
         here, there = (flattened(asdict(self.settings(s))) for s in (scale, "paper"))
-        return [(k, there.get(k, ""), here.get(k, "")) for k in {**there, **here} if here.get(k) != there.get(k)]
+        return [
+            (k, there.get(k, ""), here.get(k, ""))
+            for k in {**there, **here}
+            if here.get(k) != there.get(k)
+        ]
 
     def describe(self, scale: str) -> Mapping[str, Any]:
         """The settings as JSON, which say whether a stored result is still the one asked for."""
@@ -312,7 +328,9 @@ def of_module(module: str, **described: Any) -> Experiment:
     """The experiment of one of our modules: named as it is, in the chapter of its folder, with its `run`, `judge` and `draw`."""
     *_, folder, name = module.split(".")
     home = sys.modules[module]
-    functions = {part: getattr(home, part) for part in ("run", "judge", "draw") if hasattr(home, part)}
+    functions = {
+        part: getattr(home, part) for part in ("run", "judge", "draw") if hasattr(home, part)
+    }
     known = {"id": name.replace("_", "-"), "chapter": CHAPTERS[folder], **functions}
     return Experiment(**{**known, **described})
 

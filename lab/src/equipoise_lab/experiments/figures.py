@@ -38,7 +38,9 @@ STYLE: Any = {
 }
 
 
-def canvas(columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3) -> tuple[Figure, Sequence[Axes]]:
+def canvas(
+    columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 3.3
+) -> tuple[Figure, Sequence[Axes]]:
     """An empty figure with `rows × columns` axes, never shown on a screen."""
     try:
         import matplotlib
@@ -51,7 +53,9 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 4.6, height: float = 
     return figure, axes
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, **options: Any) -> None:
+def line(
+    axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, **options: Any
+) -> None:
     """A line with the k-th colour, marker and dash: still told apart when printed in grey."""
     options = {"linewidth": 1.6, "markersize": 4, **options}
     style = {"color": COLOURS[k % 8], "marker": MARKERS[k % 8], "linestyle": DASHES[k % 8]}
@@ -65,7 +69,12 @@ def intervals(axes: Axes, x: Sequence[float], means: Sequence[Mean], **options: 
 
 
 def published(
-    axes: Axes, x: Sequence[float], y: Sequence[float], name: str = "published", k: int = 6, **options: Any
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    name: str = "published",
+    k: int = 6,
+    **options: Any,
 ) -> None:
     """What the thesis printed: hollow marks without a line, in the k-th colour."""
     style: dict[str, Any] = {
@@ -91,7 +100,9 @@ def legend(axes: Axes, *, shared: bool = False) -> None:
     if shared:
         figure.legend(handles, labels, loc="outside upper center", **style)
     else:
-        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2, **style)
+        axes.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2, **style
+        )
 
 
 def save(figure: Figure, folder: Path) -> tuple[Path, Path]:

@@ -88,7 +88,9 @@ def parity_label(difference: Mean, margin: float) -> Label:
     return Label.REFUTED if difference.low > margin or difference.high < -margin else Label.OPEN
 
 
-def power_of(differences: Sequence[float], published: float, unit: str = "points", over: str = "seeds") -> Power:
+def power_of(
+    differences: Sequence[float], published: float, unit: str = "points", over: str = "seeds"
+) -> Power:
     """The smallest effect that paired differences of this spread detect at the 5 % level with probability 0.8.
 
     `(t_{n−1}(0.975) + t_{n−1}(0.8))·s/√n`, and the least n for which that is the published effect.
@@ -99,7 +101,9 @@ def power_of(differences: Sequence[float], published: float, unit: str = "points
     return power_of_mean(mean_of(differences), published, unit, over)
 
 
-def power_of_mean(effect: Mean, published: float, unit: str = "points", over: str = "seeds") -> Power:
+def power_of_mean(
+    effect: Mean, published: float, unit: str = "points", over: str = "seeds"
+) -> Power:
     """The same from a mean with its 95 % interval, whose half width is `t_{n−1}(0.975)·s/√n`."""
     n = effect.seeds
     if n < 2 or not math.isfinite(effect.half):

@@ -11,7 +11,10 @@ from equipoise_lab.experiments.runner import Outcome
 def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
     """What a folder of results holds for these experiments, with their settings as they are now; nothing is run."""
     found = [(experiment, read(experiment, folder / experiment.id)) for experiment in experiments]
-    return [Outcome(e, result, stored=True, failure="" if result else "no stored result") for e, result in found]
+    return [
+        Outcome(e, result, stored=True, failure="" if result else "no stored result")
+        for e, result in found
+    ]
 
 
 INTRODUCTION = (
@@ -32,7 +35,9 @@ HEAD = ["| experiment | place | verdict | measured | published |", "|---|---|---
 OWN_HEAD = ["| experiment | verdict | measured | compared with |", "|---|---|---|---|"]
 
 
-def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments") -> str:
+def summary(
+    outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments"
+) -> str:
     """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
@@ -40,13 +45,22 @@ def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str =
     published = [(result, verdict) for result, verdict in pairs if not verdict.own]
     own = [(result, verdict) for result, verdict in pairs if verdict.own]
     lines = [heading, "", INTRODUCTION, "", *LEGEND, "", _counts(published), "", *HEAD]
-    lines += [_line(result, verdict, f" {result.experiment.place} |") for result, verdict in published]
+    lines += [
+        _line(result, verdict, f" {result.experiment.place} |") for result, verdict in published
+    ]
     lines += [
         f"| {o.experiment.id} | {o.experiment.place} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |"
         for o in missing
     ]
     if own:
-        lines += ["", "## Claims of our own", "", "None of these is a claim of the thesis.", "", *OWN_HEAD]
+        lines += [
+            "",
+            "## Claims of our own",
+            "",
+            "None of these is a claim of the thesis.",
+            "",
+            *OWN_HEAD,
+        ]
         lines += [_line(result, verdict) for result, verdict in own]
     chapter = ""
     for result in done:
@@ -74,15 +88,26 @@ def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:
 def _section(result: Result, folder: str) -> list[str]:
     experiment = result.experiment
     place = f" ({experiment.place} of the thesis)" if experiment.place else ""
-    lines = [f"### {experiment.id}", "", f"**{experiment.title}**{place}. Claim: {experiment.claim}", ""]
+    lines = [
+        f"### {experiment.id}",
+        "",
+        f"**{experiment.title}**{place}. Claim: {experiment.claim}",
+        "",
+    ]
     for verdict in result.verdicts:
         part = f"{verdict.part}: " if verdict.part else ""
-        lines.append(f"* {part}*{verdict.label}.* Measured: {verdict.measured}. Published: {verdict.published}.")
+        lines.append(
+            f"* {part}*{verdict.label}.* Measured: {verdict.measured}. Published: {verdict.published}."
+        )
     too_small = any(verdict.label is Label.TOO_SMALL for verdict in result.verdicts)
     if experiment.power is not None and not too_small:
         lines += ["", f"Power: {experiment.power(result.rows)}."]
     lines += ["", f"![{experiment.title}]({folder}/{experiment.id}/figure.svg)", ""]
-    lines += [f"`equipoise reproduce {experiment.id}` · {_circumstances(result)}", "", *_settings(result)]
+    lines += [
+        f"`equipoise reproduce {experiment.id}` · {_circumstances(result)}",
+        "",
+        *_settings(result),
+    ]
     return lines
 
 
@@ -93,7 +118,11 @@ def _circumstances(result: Result) -> str:
         return f"{text}; hardware and threads were not recorded"
     busy = here.get("load before")
     beside = f", beside other work (load {busy})" if busy is not None and busy > 0.5 else ""
-    used = f", {here['processor seconds'] / 60:.1f} core minutes" if "processor seconds" in here else ""
+    used = (
+        f", {here['processor seconds'] / 60:.1f} core minutes"
+        if "processor seconds" in here
+        else ""
+    )
     where = f"{here.get('processor')}, {here.get('cores')} cores, {here.get('threads')} threads"
     return f"{text}{used} on {where}{beside}"
 
@@ -104,12 +133,22 @@ def _settings(result: Result) -> list[str]:
     other = {name: there for name, there, _ in experiment.deviations(result.scale)}
     used = flattened(experiment.describe(result.scale)["settings"])
     rows = [
-        f"| {name} | {_cell(_value(value))} | {_cell(_value(other.get(name, value)))} |" for name, value in used.items()
+        f"| {name} | {_cell(_value(value))} | {_cell(_value(other.get(name, value)))} |"
+        for name, value in used.items()
     ]
-    rows += [f"| {name} | | {_cell(_value(there))} |" for name, there in other.items() if name not in used]
+    rows += [
+        f"| {name} | | {_cell(_value(there))} |"
+        for name, there in other.items()
+        if name not in used
+    ]
     notes = [f"Deviation: {note}" for note in experiment.notes]
     title = f"settings, {len(other)} of them other than at paper scale"
-    table = ["| setting | here | paper scale |", "|---|---|---|", *rows, *(["", *notes] if notes else [])]
+    table = [
+        "| setting | here | paper scale |",
+        "|---|---|---|",
+        *rows,
+        *(["", *notes] if notes else []),
+    ]
     return [f'??? note "{title}"', "", *(f"    {row}" if row else "" for row in table)]
 
 

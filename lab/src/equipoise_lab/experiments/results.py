@@ -38,7 +38,11 @@ class Result:
 
         from equipoise import __version__
 
-        versions = {"equipoise": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions = {
+            "equipoise": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
         verdicts = [{**asdict(verdict), "label": str(verdict.label)} for verdict in self.verdicts]
         return {
             **self.experiment.describe(self.scale), "title": self.experiment.title, "claim": self.experiment.claim,
@@ -59,7 +63,9 @@ def write(result: Result, folder: Path) -> None:
 
 def _document(result: Mapping[str, Any]) -> str:
     """JSON with a line for each row."""
-    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1, ensure_ascii=False)
+    head = json.dumps(
+        {key: value for key, value in result.items() if key != "rows"}, indent=1, ensure_ascii=False
+    )
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
     return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -82,7 +88,15 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
         return None
     if str(Label.DRY) in labels:
         return None
-    return Result(experiment, scale, seed, rows, experiment.verdicts(rows), seconds, stored.get("machine") or {})
+    return Result(
+        experiment,
+        scale,
+        seed,
+        rows,
+        experiment.verdicts(rows),
+        seconds,
+        stored.get("machine") or {},
+    )
 
 
 def processor() -> str:

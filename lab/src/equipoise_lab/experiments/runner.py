@@ -16,7 +16,15 @@ from typing import Any
 
 from equipoise.core.errors import EquipoiseError, InputError, did_you_mean
 from equipoise_lab.experiments import results
-from equipoise_lab.experiments.experiment import CHAPTERS, Cells, Context, Experiment, Label, Row, Verdict
+from equipoise_lab.experiments.experiment import (
+    CHAPTERS,
+    Cells,
+    Context,
+    Experiment,
+    Label,
+    Row,
+    Verdict,
+)
 
 #: the number of a table or figure: chapter or appendix, and number
 _NUMBER = r"([0-9A-Z]+)\.([0-9]+)"
@@ -37,7 +45,9 @@ def catalogue() -> dict[str, Experiment | EntryPoint]:
                 found[experiment.id] = experiment
     for entry in entry_points(group=GROUP):
         if entry.name in found:
-            raise InputError(f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it")
+            raise InputError(
+                f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it"
+            )
         found[entry.name] = entry
     return found
 
@@ -46,7 +56,9 @@ def find(identifier: str) -> Experiment:
     """The experiment of this identifier or of a place like "Table 5.1"; a misspelt one is answered with the nearest."""
     known = catalogue()
     if identifier not in known:
-        matching = [e for e in known.values() if isinstance(e, Experiment) and _is_at(e, identifier)]
+        matching = [
+            e for e in known.values() if isinstance(e, Experiment) and _is_at(e, identifier)
+        ]
         if matching:
             return matching[0]
         hint = did_you_mean(identifier, known) or "; `equipoise reproduce --list` shows all"
@@ -55,7 +67,9 @@ def find(identifier: str) -> Experiment:
     if isinstance(found, EntryPoint):
         found = found.load()
     if not isinstance(found, Experiment) or found.id != identifier:
-        raise InputError(f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}")
+        raise InputError(
+            f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}"
+        )
     return found
 
 
@@ -95,7 +109,9 @@ class Outcome:
     failure: str = ""
 
 
-def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path, *, again: bool = False) -> Outcome:
+def reproduce(
+    experiment: Experiment, scale: str, context: Context, folder: Path, *, again: bool = False
+) -> Outcome:
     """One experiment: its stored result if it has the same settings, scale and seed, else a run that writes one.
 
     A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing. Parts that a
@@ -119,8 +135,12 @@ def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path
         raise InputError(f"{experiment.id} gave no rows")
     if context.dry:
         verdict = Verdict(Label.DRY, f"{len(rows)} rows built and run", experiment.published)
-        return Outcome(experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds))
-    result = results.Result(experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here)
+        return Outcome(
+            experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds)
+        )
+    result = results.Result(
+        experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here
+    )
     results.write(result, folder)
     cells.close()
     return Outcome(experiment, result)
@@ -164,15 +184,21 @@ class Planned:
         return f"cannot run: {', '.join(self.missing)} not found" if self.missing else "run"
 
 
-def plan(experiments: Iterable[Experiment], scale: str, seed: int, data: Path | None, folder: Path) -> list[Planned]:
+def plan(
+    experiments: Iterable[Experiment], scale: str, seed: int, data: Path | None, folder: Path
+) -> list[Planned]:
     """What `reproduce` would do with these experiments; nothing is run and nothing is written."""
     found = []
     for experiment in experiments:
         old = results.read(experiment, folder / experiment.id)
         same = old is not None and (old.scale, old.seed) == (scale, seed)
-        missing = tuple(name for name in experiment.needs if data is None or not (data / name).exists())
+        missing = tuple(
+            name for name in experiment.needs if data is None or not (data / name).exists()
+        )
         settings = dict(experiment.describe(scale)["settings"])
         seconds = None if old is None or old.scale != scale else old.seconds
         power = "" if old is None or experiment.power is None else str(experiment.power(old.rows))
-        found.append(Planned(experiment.id, scale, same, () if same else missing, seconds, settings, power))
+        found.append(
+            Planned(experiment.id, scale, same, () if same else missing, seconds, settings, power)
+        )
     return found

@@ -86,7 +86,9 @@ class Target:
         except Exception:  # noqa: BLE001 – a program may run on a batch of one only, and fail in any way on another
             return False
         alone = torch.cat([self.one(row) for row in rows])
-        return together.shape == alone.shape and bool(torch.allclose(together, alone, rtol=1e-9, atol=1e-12))
+        return together.shape == alone.shape and bool(
+            torch.allclose(together, alone, rtol=1e-9, atol=1e-12)
+        )
 
     def one(self, row: Tensor) -> Tensor:
         """The outputs of one input, as the network runs it."""
@@ -103,7 +105,9 @@ class Target:
     def along(self, rows: Tensor, directions: Tensor) -> Tensor:
         """`J(x)·v` of every row by forward differentiation, which in-place operations do not break."""
         if not self.together and len(rows) > 1:
-            return torch.cat([self.along(r[None], v[None]) for r, v in zip(rows, directions, strict=True)])
+            return torch.cat(
+                [self.along(r[None], v[None]) for r, v in zip(rows, directions, strict=True)]
+            )
         with torch.no_grad(), forward_ad.dual_level():
             out = (
                 self(forward_ad.make_dual(rows, directions))
@@ -145,13 +149,17 @@ class Findings:
 
     best: dict[tuple[str, str], Witness] = field(default_factory=dict)
 
-    def offer(self, norm: Norm, values: Tensor, kind: Literal["pair", "jacobian"], x: Tensor, y: Tensor) -> None:
+    def offer(
+        self, norm: Norm, values: Tensor, kind: Literal["pair", "jacobian"], x: Tensor, y: Tensor
+    ) -> None:
         """Keep the largest finite value."""
         values = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
         i = int(values.argmax())
         value = float(values[i])
         if (norm, kind) not in self.best or value > self.best[norm, kind].value:
-            self.best[norm, kind] = Witness(kind, x[i].detach().clone(), y[i].detach().clone(), value)
+            self.best[norm, kind] = Witness(
+                kind, x[i].detach().clone(), y[i].detach().clone(), value
+            )
 
 
 def size(rows: Tensor, norm: str) -> Tensor:
@@ -174,9 +182,13 @@ def assault(
     points = inside(points if target.together else points[: max(2, ALONE // target.width)])
     directions = _through_jacobians(target, points, norms, found)
     spread = size(points, "l2")[:, None] / math.sqrt(points.shape[1]) + 1e-300
-    factors = torch.tensor([1e-4, 1e-2, 0.3, 3.0], dtype=torch.float64)[torch.arange(len(points)) % 4, None]
+    factors = torch.tensor([1e-4, 1e-2, 0.3, 3.0], dtype=torch.float64)[
+        torch.arange(len(points)) % 4, None
+    ]
     others = inside(points + spread * factors * directions)
-    random = inside(points + spread * factors * torch.randn(points.shape, generator=g, dtype=torch.float64))
+    random = inside(
+        points + spread * factors * torch.randn(points.shape, generator=g, dtype=torch.float64)
+    )
     for y in (others, random, points[torch.randperm(len(points), generator=g)]):
         _pairs(target, points, y, norms, found)
     if "l2" in norms and steps:
@@ -185,7 +197,9 @@ def assault(
     return found
 
 
-def _through_jacobians(target: Target, points: Tensor, norms: tuple[Norm, ...], found: Findings) -> Tensor:
+def _through_jacobians(
+    target: Target, points: Tensor, norms: tuple[Norm, ...], found: Findings
+) -> Tensor:
     """Norms of the Jacobians at the points; the steepest directions."""
     n = points.shape[1]
     g = torch.Generator().manual_seed(1)
@@ -193,7 +207,10 @@ def _through_jacobians(target: Target, points: Tensor, norms: tuple[Norm, ...], 
     fallback = fallback / size(fallback, "l2")[:, None]
     try:
         J = target.jacobians(points)
-    except (RuntimeError, NotImplementedError):  # no forward derivative of some operation: pairs only
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # no forward derivative of some operation: pairs only
         return fallback
     keep = torch.isfinite(J).flatten(1).all(1)
     if not bool(keep.any()):
@@ -206,7 +223,13 @@ def _through_jacobians(target: Target, points: Tensor, norms: tuple[Norm, ...], 
         found.offer("l2", s[:, 0] * top.flatten(), "jacobian", x, steepest)
     if "l1" in norms:
         sums = J.abs().sum(1)
-        found.offer("l1", sums.amax(1), "jacobian", x, torch.nn.functional.one_hot(sums.argmax(1), n).double())
+        found.offer(
+            "l1",
+            sums.amax(1),
+            "jacobian",
+            x,
+            torch.nn.functional.one_hot(sums.argmax(1), n).double(),
+        )
     if "linf" in norms:
         sums = J.abs().sum(2)
         rows = J[torch.arange(len(J)), sums.argmax(1)]
@@ -221,11 +244,22 @@ def _pairs(target: Target, x: Tensor, y: Tensor, norms: tuple[Norm, ...], found:
         change, gap = target(x) - target(y), x - y
     for norm in norms:
         apart = size(gap, norm)
-        found.offer(norm, torch.where(apart > 0, size(change, norm) / apart.clamp_min(1e-300), 0.0), "pair", x, y)
+        found.offer(
+            norm,
+            torch.where(apart > 0, size(change, norm) / apart.clamp_min(1e-300), 0.0),
+            "pair",
+            x,
+            y,
+        )
 
 
 def _ascended(
-    target: Target, x: Tensor, y: Tensor, inside: Callable[[Tensor], Tensor], steps: int, found: Findings
+    target: Target,
+    x: Tensor,
+    y: Tensor,
+    inside: Callable[[Tensor], Tensor],
+    steps: int,
+    found: Findings,
 ) -> tuple[Tensor, Tensor]:
     """Pairs that climb the logarithm of their stretch; every step is an attack in its own right."""
     scale = (size(x, "l2") / math.sqrt(x.shape[1]) + 1e-300)[:, None]
@@ -236,11 +270,16 @@ def _ascended(
         try:
             change = target(a) - target(b)
             top = change.detach().abs().amax(1).clamp_min(1e-300)
-            ratio = (change / top[:, None]).norm(dim=1) * top / size((a - b).detach(), "l2").clamp_min(1e-300)
+            ratio = (
+                (change / top[:, None]).norm(dim=1)
+                * top
+                / size((a - b).detach(), "l2").clamp_min(1e-300)
+            )
             found.offer("l2", torch.where((a == b).all(1), 0.0, ratio.detach()), "pair", a, b)
             far = ((a - b) / scale).norm(dim=1)
             loss = -(
-                (change / top[:, None]).norm(dim=1).clamp_min(1e-30).log() - far.clamp_min(1e-6).log()
+                (change / top[:, None]).norm(dim=1).clamp_min(1e-30).log()
+                - far.clamp_min(1e-6).log()
             ).nan_to_num()
             optimiser.zero_grad()
             loss.sum().backward()

@@ -102,7 +102,9 @@ def opened_apart(kind: str, folder: Path) -> Outcome:
     if answer is None:
         answer = Outcome("failed", f"the process ended with {process.exitcode} and gave no answer")
     if (folder / CANARY).exists() or (folder / CANARY).is_symlink():
-        return Outcome("failed", f"something in the files was EXECUTED ({answer.kind}: {answer.text[:200]})")
+        return Outcome(
+            "failed", f"something in the files was EXECUTED ({answer.kind}: {answer.text[:200]})"
+        )
     return answer
 
 
@@ -122,7 +124,11 @@ def kinds() -> list[str]:
     import importlib.util
 
     needs = {"onnx": "onnx", "texts": "yaml"}
-    return [kind for kind in SUBJECTS if kind not in needs or importlib.util.find_spec(needs[kind]) is not None]
+    return [
+        kind
+        for kind in SUBJECTS
+        if kind not in needs or importlib.util.find_spec(needs[kind]) is not None
+    ]
 
 
 def judge(kind: str, guarded: bool, expected: str, found: Outcome) -> str | None:

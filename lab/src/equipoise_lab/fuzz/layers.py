@@ -18,7 +18,9 @@ def _linear(b: Bench, v: str, t: Tensor) -> str:
         lambda: f"F.linear({v}, {b.constant((out, n))}, {b.constant((out,))})",
         lambda: f"{v}.matmul({b.constant((n,))})",
         lambda: f"{b.constant((3, t.shape[-2] if t.dim() > 1 else n))} @ {v}",
-        lambda: f"torch.addmm({b.constant((out,))}, {v}, {b.constant((n, out))}, alpha={b.choose(1, 2.0, -0.5)})",
+        lambda: (
+            f"torch.addmm({b.constant((out,))}, {v}, {b.constant((n, out))}, alpha={b.choose(1, 2.0, -0.5)})"
+        ),
         lambda: f"torch.bmm({v}, {b.constant((t.shape[0], n, out))})",
         lambda: f"torch.einsum('bi,ij->bj', {v}, {b.constant((n, out))})",
         lambda: f"torch.mv({b.constant((out, n))}, {v})",
@@ -47,7 +49,10 @@ def _tied_in_place(b: Bench, v: str, t: Tensor) -> str:
     W = b.constant((b.choose(n, 2 * n), n), scale=float(b.choose(0.5, 1.0)))
     branch = f"{b.choose('F.relu', 'torch.tanh', 'F.gelu')}({v} @ {W}.t()) @ {W}"
     return b.choose(
-        f"{v} += {branch}", f"{v} -= {branch}", f"{v}.add_({branch}, alpha={b.number()})", f"{v}.sub_({branch})"
+        f"{v} += {branch}",
+        f"{v} -= {branch}",
+        f"{v}.add_({branch}, alpha={b.number()})",
+        f"{v}.sub_({branch})",
     )
 
 
@@ -121,7 +126,9 @@ def _resample(b: Bench, v: str, t: Tensor) -> str:
     aligned = "" if "nearest" in mode else f", align_corners={b.choose(True, False)}"
     smooth = ", antialias=True" if mode in ("bilinear", "bicubic") and b.rng.random() < 0.3 else ""
     size = b.choose(
-        "scale_factor=2", "scale_factor=0.5", f"size={tuple(b.choose(2, 3, 5) for _ in range(t.dim() - 2))}"
+        "scale_factor=2",
+        "scale_factor=0.5",
+        f"size={tuple(b.choose(2, 3, 5) for _ in range(t.dim() - 2))}",
     )
     return f"F.interpolate({v}, {size}, mode={mode!r}{aligned}{smooth})"
 
@@ -144,7 +151,9 @@ def _normalised(b: Bench, v: str, t: Tensor) -> str:
         lambda: f"{b.module(f'nn.LayerNorm({n}, eps={eps}, elementwise_affine={affine})')}({v})",
         lambda: f"{b.module(f'nn.LayerNorm({list(t.shape[1:])}, eps={eps})')}({v})",
         lambda: f"{b.module(f'nn.RMSNorm({n}, eps={eps})')}({v})",
-        lambda: f"{b.module(f'nn.GroupNorm({b.choose(1, c)}, {c}, eps={eps}, affine={affine})')}({v})",
+        lambda: (
+            f"{b.module(f'nn.GroupNorm({b.choose(1, c)}, {c}, eps={eps}, affine={affine})')}({v})"
+        ),
         lambda: f"{b.module(f'nn.InstanceNorm{d}d({settings}, {tracked})')}({v})",
         lambda: f"{b.module(f'nn.BatchNorm{d}d({settings})')}({v})",
         lambda: f"{b.module(f'nn.PReLU({b.choose(1, c)})')}({v})",
@@ -178,7 +187,9 @@ def _hooked(b: Bench, v: str, t: Tensor) -> str:
     layer = b.module(f"nn.Linear({n}, {n})")
     name = layer.removeprefix("self.")
     hook = f"lambda module, given, out: {b.number()} * out"
-    b.setup[-1] = f"{name} = (lambda m: (m.register_forward_hook({hook}), m)[1])({b.setup[-1].split(' = ', 1)[1]})"
+    b.setup[-1] = (
+        f"{name} = (lambda m: (m.register_forward_hook({hook}), m)[1])({b.setup[-1].split(' = ', 1)[1]})"
+    )
     exec(f"self.{b.setup[-1]}", b.space)
     return f"{layer}({v})"
 
@@ -223,7 +234,9 @@ def _recurrent(b: Bench, v: str, t: Tensor) -> str:
     if t.dim() == 2:
         cell = b.choose("RNNCell", "GRUCell")
         return f"{b.module(f'nn.{cell}({t.shape[-1]}, {b.choose(1, 3)})')}({v})"
-    return f"{b.module(f'nn.{kind}({t.shape[-1]}, {b.choose(1, 2)}, batch_first=True{both})')}({v})[0]"
+    return (
+        f"{b.module(f'nn.{kind}({t.shape[-1]}, {b.choose(1, 2)}, batch_first=True{both})')}({v})[0]"
+    )
 
 
 LAYERS: tuple[Row, ...] = (

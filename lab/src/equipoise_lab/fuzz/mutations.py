@@ -38,7 +38,11 @@ Mutation = Callable[[random.Random, Path], str]
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and path.stat().st_size)
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock" and path.stat().st_size
+    )
 
 
 def _choose(chance: random.Random, folder: Path) -> tuple[Path, bytearray]:
@@ -122,12 +126,16 @@ def edit_document(chance: random.Random, document: Any) -> str:
             del container[key]
             said.append(f"{str(key)[:30]} removed")
         elif how == 1 and isinstance(container, dict):
-            container[str(chance.choice([h for h in HOSTILE if isinstance(h, str)]))] = container.pop(key)
+            container[str(chance.choice([h for h in HOSTILE if isinstance(h, str)]))] = (
+                container.pop(key)
+            )
             said.append(f"{str(key)[:30]} renamed")
         elif how == 2 and len(places) > 1:
             other, place = chance.choice(places)
             container[key] = (
-                json.loads(json.dumps(other[place])) if place in range(len(other)) or isinstance(other, dict) else 0
+                json.loads(json.dumps(other[place]))
+                if place in range(len(other)) or isinstance(other, dict)
+                else 0
             )
             said.append(f"{str(key)[:30]} copied from elsewhere")
         else:
@@ -173,11 +181,19 @@ def edit_archive(chance: random.Random, folder: Path) -> str:
                 said = edit_document(chance, document)
                 content = _dump(document)
             elif name == chosen:
-                said, content = "replaced", chance.choice((pickle.dumps(_Bomb()), b"", content[: len(content) // 2]))
+                said, content = (
+                    "replaced",
+                    chance.choice((pickle.dumps(_Bomb()), b"", content[: len(content) // 2])),
+                )
             new.writestr(name, content)
         if chance.random() < 0.1:
             extra = chance.choice(
-                ("../x", "model/data/aotinductor/model/x.so", "model/extra/x", "model/data/weights/x.pt")
+                (
+                    "../x",
+                    "model/data/aotinductor/model/x.so",
+                    "model/extra/x",
+                    "model/data/weights/x.pt",
+                )
             )
             new.writestr(extra, pickle.dumps(_Bomb()))
             said += f", {extra} added"

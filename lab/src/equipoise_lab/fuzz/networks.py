@@ -95,7 +95,9 @@ class Trial:
         self.program, self.seed = program, seed
         self.network = program.build()
         self.target = Target(self.network, program.inputs)
-        batch = 1 + seed % 2 if self.target.together else 1  # a batch that is mixed is bounded as a whole
+        batch = (
+            1 + seed % 2 if self.target.together else 1
+        )  # a batch that is mixed is bounded as a whole
         self.example = program.draw(seed, batch=batch)
         self._reached: dict[tuple[float | None, float | None], Findings] = {}
         self._asked: dict[str, Any] = {}
@@ -124,9 +126,13 @@ class Trial:
         """The largest stretches found on the question's domain."""
         key = (question.radius, question.scale)
         if key not in self._reached:
-            norms: tuple[Norm, ...] = ("l2",) if question.radius is not None else ("l2", "l1", "linf")
+            norms: tuple[Norm, ...] = (
+                ("l2",) if question.radius is not None else ("l2", "l1", "linf")
+            )
             points = self._points(question)
-            self._reached[key] = assault(self.target, points, self._inside(question), norms, seed=self.seed)
+            self._reached[key] = assault(
+                self.target, points, self._inside(question), norms, seed=self.seed
+            )
         return self._reached[key]
 
     def _points(self, question: Question) -> Tensor:
@@ -145,12 +151,16 @@ class Trial:
         size = 1.0 if question.radius is None else question.radius / math.sqrt(n)
         scales = torch.tensor(self.program.scales, dtype=torch.float64) * size
         sizes = scales[torch.randint(len(scales), (len(rows),), generator=g)]
-        return rows * (sizes * torch.tensor([1.0, 0.03, 20.0, 1.0] * 3, dtype=torch.float64))[:, None]
+        return (
+            rows * (sizes * torch.tensor([1.0, 0.03, 20.0, 1.0] * 3, dtype=torch.float64))[:, None]
+        )
 
     def _inside(self, question: Question) -> Callable[[Tensor], Tensor]:
         if question.radius is None:
             return lambda rows: rows
-        centre = 0.0 if question.scale is None else self.centre(question.scale).double().reshape(1, -1)
+        centre = (
+            0.0 if question.scale is None else self.centre(question.scale).double().reshape(1, -1)
+        )
         most = question.radius * (1 - 1e-9)
 
         def project(rows: Tensor) -> Tensor:
@@ -169,7 +179,11 @@ class Trial:
             return Verdict()
         except Exception as error:  # noqa: BLE001 – whatever it is, it should have been a refusal
             wrong = [f"{type(error).__name__}: {error}"]
-        found = Violation(self.program, question, math.nan, None, "; ".join(wrong[:2])) if wrong else None
+        found = (
+            Violation(self.program, question, math.nan, None, "; ".join(wrong[:2]))
+            if wrong
+            else None
+        )
         return Verdict(violation=found)
 
     def judge(self, question: Question) -> Verdict:
@@ -180,7 +194,9 @@ class Trial:
             return Verdict()
         except Exception as error:  # noqa: BLE001 – whatever it is, it should have been a refusal
             return Verdict(
-                violation=Violation(self.program, question, math.nan, None, f"{type(error).__name__}: {error}")
+                violation=Violation(
+                    self.program, question, math.nan, None, f"{type(error).__name__}: {error}"
+                )
             )
         found = self.attack(question).best
         witnesses = [w for (norm, _), w in found.items() if norm == question.norm]
@@ -189,10 +205,16 @@ class Trial:
             if not witness.value <= upper:
                 witness = confirmed(self.target, witness, question.norm)
                 if not upper >= witness.value * (1 - REFERENCE_ROUNDING):
-                    return Verdict(upper, witness.value, Violation(self.program, question, upper, witness))
+                    return Verdict(
+                        upper, witness.value, Violation(self.program, question, upper, witness)
+                    )
             reached = max(reached, min(witness.value, upper))
         if math.isnan(upper):
-            return Verdict(violation=Violation(self.program, question, upper, None, "a bound that is not a number"))
+            return Verdict(
+                violation=Violation(
+                    self.program, question, upper, None, "a bound that is not a number"
+                )
+            )
         return Verdict(upper, reached)
 
 
@@ -244,7 +266,9 @@ def minimised(violation: Violation, seed: int) -> Violation:
         nonlocal found
         trial = Trial(program, seed)
         ball = violation.question.radius
-        new = (trial.judge_facts(ball) if facts and ball else trial.judge(violation.question)).violation
+        new = (
+            trial.judge_facts(ball) if facts and ball else trial.judge(violation.question)
+        ).violation
         if new is None or (new.witness is None) != (violation.witness is None):
             return False
         if not facts and new.error.split(":")[0] != violation.error.split(":")[0]:
@@ -260,14 +284,23 @@ def script(violation: Violation, seed: int, label: str = "") -> str:
     """A script that shows the violation: the network, the call, and the pair or direction that exceeds it."""
     program, question, witness = violation.program, violation.question, violation.witness
     trial = Trial(program, seed)
-    lines = [f"# {violation.question.text.split('(')[0]}: {_first_line(violation)}", f"# {label}", PREAMBLE + IMPORTS]
+    lines = [
+        f"# {violation.question.text.split('(')[0]}: {_first_line(violation)}",
+        f"# {label}",
+        PREAMBLE + IMPORTS,
+    ]
     lines += ["", program.source, "", ""]
     lines.append(f"network = Network().eval().to(torch.{program.dtype}).requires_grad_(False)")
     lines.append(f"example = {_text(trial.example, program.dtype)}")
     if question.scale is not None:
         lines.append(f"centre = {_text((trial.centre(question.scale),), program.dtype)}")
     if question.text.startswith("check_facts"):
-        return "\n".join([*lines, "from equipoise.testing import check_facts", f"print({question.text})"]) + "\n"
+        return (
+            "\n".join(
+                [*lines, "from equipoise.testing import check_facts", f"print({question.text})"]
+            )
+            + "\n"
+        )
     lines.append(f"upper = float({question.text})")
     lines.append('print("upper bound", upper)')
     if witness is not None:
@@ -288,14 +321,20 @@ def _shown(program: Program, question: Question, witness: Witness) -> list[str]:
 
     order = {"l2": "2", "l1": "1", "linf": "float('inf')"}[question.norm]
     lines = ["", "network = network.double()", "", "", "def flat(out):"]
-    lines.append("    return torch.cat([t.flatten() for t in (out if isinstance(out, tuple) else (out,))])")
+    lines.append(
+        "    return torch.cat([t.flatten() for t in (out if isinstance(out, tuple) else (out,))])"
+    )
     lines += ["", "", f"x = {given(witness.x)}", f"y = {given(witness.y)}"]
     if witness.kind == "pair":
-        lines.append("change = flat(network(*(t.clone() for t in x))) - flat(network(*(t.clone() for t in y)))")
+        lines.append(
+            "change = flat(network(*(t.clone() for t in x))) - flat(network(*(t.clone() for t in y)))"
+        )
         lines.append("gap = flat(x) - flat(y)")
     else:
         lines.append("with torch.autograd.forward_ad.dual_level():  # the derivative at x along y")
-        lines.append("    out = network(*(torch.autograd.forward_ad.make_dual(a, b).clone() for a, b in zip(x, y)))")
+        lines.append(
+            "    out = network(*(torch.autograd.forward_ad.make_dual(a, b).clone() for a, b in zip(x, y)))"
+        )
         lines.append("    change = torch.autograd.forward_ad.unpack_dual(flat(out)).tangent")
         lines.append("gap = flat(y)")
     lines.append(f"reached = float(change.norm({order}) / gap.norm({order}))")

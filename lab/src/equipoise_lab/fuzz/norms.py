@@ -29,7 +29,9 @@ def trained_matrices(batch: Batch) -> None:
     """Small matrices that raise `σ₁/‖W_t‖^(2^-t)`: they become nearly rank one, where only the rounding terms are left."""
     W = batch.normal(64, batch.integer(1, 6), batch.integer(1, 6)).requires_grad_()
     dtype = batch.choose(torch.float32, torch.float64)
-    for step in _ascend(W, lambda: (torch.linalg.matrix_norm(W, ord=2).log() - gram_norm_plain(W, 2).log()).sum()):
+    for step in _ascend(
+        W, lambda: (torch.linalg.matrix_norm(W, ord=2).log() - gram_norm_plain(W, 2).log()).sum()
+    ):
         for arithmetic in (None, dtype):
             bracket = bracket_of(batch, W.detach().to(batch.device), rtol=1e-6, dtype=arithmetic)
             what = f"{batch.label}: trained {tuple(W.shape)}, step {step}"
@@ -41,7 +43,9 @@ def trained_kernels(batch: Batch) -> None:
     k = batch.integer(2, 3)
     n = batch.integer(k, 6)
     mode = batch.choose("zeros", "zeros", "circular", "reflect")
-    layer = nn.Conv2d(batch.integer(1, 2), batch.integer(1, 2), k, padding=k // 2, padding_mode=mode, bias=False)
+    layer = nn.Conv2d(
+        batch.integer(1, 2), batch.integer(1, 2), k, padding=k // 2, padding_mode=mode, bias=False
+    )
     shape = (layer.in_channels, n, n)
     units = torch.eye(math.prod(shape), dtype=torch.float64).reshape(-1, *shape)
     grid = batch.choose((n + k - 1, n + k - 1), (24, 24))
@@ -57,7 +61,12 @@ def trained_kernels(batch: Batch) -> None:
 
     for step in _ascend(K, objective):
         if step % 3 == 0:
-            compare(batch, fill(layer, K.detach().clone()).to(batch.device), shape, float(norm().detach()))
+            compare(
+                batch,
+                fill(layer, K.detach().clone()).to(batch.device),
+                shape,
+                float(norm().detach()),
+            )
 
 
 def any_size(batch: Batch) -> None:
@@ -68,12 +77,21 @@ def any_size(batch: Batch) -> None:
     """
     kernel = batch.integer(1, 5), batch.integer(1, 5)
     inputs, outputs = batch.integer(1, 6), batch.integer(1, 6)
-    layer = nn.Conv2d(inputs, outputs, kernel, padding=batch.integer(0, 2), dilation=batch.integer(1, 2), bias=False)
+    layer = nn.Conv2d(
+        inputs,
+        outputs,
+        kernel,
+        padding=batch.integer(0, 2),
+        dilation=batch.integer(1, 2),
+        bias=False,
+    )
     fill(layer, batch.normal(*layer.weight.shape, dtype=torch.float32))
     sizes = [16 * max(1, k - 1) for k in kernel]
     symbol = torch.fft.fft2(layer.weight.double(), s=sizes).permute(2, 3, 0, 1)
     grid = float(torch.linalg.matrix_norm(symbol, ord=2).max())
-    factor = math.prod(1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(kernel, sizes, strict=True))
+    factor = math.prod(
+        1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(kernel, sizes, strict=True)
+    )
     bracket = bracket_of(batch, layer.to(batch.device), rtol=batch.choose(1e-1, 1e-2, 1e-3))
     what = f"{batch.label}: {layer}, any size"
     batch.tally.record(None, bracket.upper, grid, what)

@@ -15,11 +15,15 @@ from equipoise_lab.peers import PEERS
 def other_bounds(batch: Batch) -> None:
     """`norm2_toep` and the comparison methods that call themselves upper or lower bounds, on one small kernel."""
     shape = (batch.integer(1, 3), batch.integer(1, 3), batch.integer(1, 3), batch.integer(1, 3))
-    K = torch.randn(shape, generator=batch.generator, dtype=batch.choose(torch.float32, torch.float64))
+    K = torch.randn(
+        shape, generator=batch.generator, dtype=batch.choose(torch.float32, torch.float64)
+    )
     n, padding = batch.integer(3, 7), batch.choose("zeros", "circular")
     conv = convolution(K.double(), padding, input_size=n)
     truth = torch.linalg.matrix_norm(materialise(conv), ord=2)
-    found = [norm2_toep(K.to(batch.device), batch.integer(0, 3), readout) for readout in ("inf", "fro")]
+    found = [
+        norm2_toep(K.to(batch.device), batch.integer(0, 3), readout) for readout in ("inf", "fro")
+    ]
     found += [peer.run(K.to(batch.device), n, padding) for peer in PEERS.values()]
     for bound in found:
         what = f"{batch.label}: {bound.method}, kernel {shape}, {padding}, n = {n}"

@@ -114,7 +114,9 @@ class Program:
         g = torch.Generator().manual_seed(seed)
         shapes = [(batch, *s[1:]) if len(s) > 1 else s for s in self.inputs]
         dtype = getattr(torch, self.dtype)
-        return tuple((scale * torch.randn(s, generator=g, dtype=torch.float64)).to(dtype) for s in shapes)
+        return tuple(
+            (scale * torch.randn(s, generator=g, dtype=torch.float64)).to(dtype) for s in shapes
+        )
 
 
 def namespace() -> dict[str, Any]:
@@ -133,7 +135,10 @@ def runs(program: Program) -> bool:
         return False
     leaves, _ = torch.utils._pytree.tree_flatten(out)
     return bool(leaves) and all(
-        isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 0 and bool(torch.isfinite(t).all())
+        isinstance(t, Tensor)
+        and t.is_floating_point()
+        and t.numel() > 0
+        and bool(torch.isfinite(t).all())
         for t in leaves
     )
 
@@ -160,7 +165,10 @@ def without(program: Program, index: int) -> Program:
     def renamed(text: str) -> str:
         return re.sub(rf"\b{dropped.target}\b", str(dropped.source), text)
 
-    body = tuple(replace(s, text=renamed(s.text), source=None if s.source is None else renamed(s.source)) for s in rest)
+    body = tuple(
+        replace(s, text=renamed(s.text), source=None if s.source is None else renamed(s.source))
+        for s in rest
+    )
     return replace(program, body=body, returns=tuple(renamed(r) for r in program.returns))
 
 

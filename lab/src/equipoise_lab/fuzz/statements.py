@@ -42,7 +42,9 @@ def _masked(b: Bench, v: str, t: Tensor) -> str:
 
 def _shift(b: Bench, v: str, t: Tensor) -> str:
     """Arithmetic with parameters as they are stored: what is computed from them rounds in the program's type."""
-    shape = b.choose(t.shape[-1:], t.shape, (1,), t.shape[:1] + (1,) * (t.dim() - 1), (2, *t.shape[1:]))
+    shape = b.choose(
+        t.shape[-1:], t.shape, (1,), t.shape[:1] + (1,) * (t.dim() - 1), (2, *t.shape[1:])
+    )
     c, above = b.constant(shape), b.constant(shape, "positive")
     return b.choose(
         f"{v} + {c}", f"{c} - {v}", f"{v} * {c}", f"{v} / {above}", f"{b.number()} - {v}", f"{v} * {b.number()}",
@@ -92,7 +94,9 @@ INPUTS = (
 )
 
 
-def random_program(rng: random.Random, rows: tuple[Row, ...] | None = None, longest: int = 9) -> Program:
+def random_program(
+    rng: random.Random, rows: tuple[Row, ...] | None = None, longest: int = 9
+) -> Program:
     """A program of a few statements, joined so that most of what it computes reaches its outputs."""
     rows = expressions() if rows is None else rows
     dtype = rng.choice(("float32", "float64"))
@@ -114,7 +118,13 @@ def random_program(rng: random.Random, rows: tuple[Row, ...] | None = None, long
         bench.write(row, name)
     ball = float(rng.choice((0.5, 2.0, 10.0))) if domain else None
     return Program(
-        tuple(bench.setup), tuple(bench.body), _returned(bench), bench.inputs, dtype, tuple(sorted(bench.scales)), ball
+        tuple(bench.setup),
+        tuple(bench.body),
+        _returned(bench),
+        bench.inputs,
+        dtype,
+        tuple(sorted(bench.scales)),
+        ball,
     )
 
 

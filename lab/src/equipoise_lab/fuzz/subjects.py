@@ -5,6 +5,7 @@ subjects carry digests or checksums: an accident to them is noticed or changes n
 weights) have none; there another result is allowed, since it has another fingerprint or is plain text of the user.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from equipoise.data import load_dataset
 from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.smoothing import read_log
-from equipoise.train.journal import STATE, Journal, Position, read_state
+from equipoise.train.journal import STATE, Position, claim, read_state, save_state
 
 #: the inputs that networks are run on
 PROBE = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -55,7 +56,14 @@ def _answer(source: str) -> str:
 def make_checkpoint(folder: Path) -> None:
     """A checkpoint directory."""
     arguments = {"in_features": 3, "widths": [4], "num_classes": 3}
-    save_checkpoint(folder / "net", _network(), "equipoise.nn.models:mlp", arguments, (3,), {"training": {"epoch": 3}})
+    save_checkpoint(
+        folder / "net",
+        _network(),
+        "equipoise.nn.models:mlp",
+        arguments,
+        (3,),
+        {"training": {"epoch": 3}},
+    )
 
 
 def make_program(folder: Path) -> None:
@@ -83,7 +91,9 @@ def make_run(folder: Path) -> None:
         "lipschitz": 3.0,
     }
     run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
-    run.add_attacks([AttackRow(id=i, kind="base", epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)])
+    run.add_attacks(
+        [AttackRow(id=i, kind="base", epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)]
+    )
 
 
 def open_run_of(folder: Path) -> str:
@@ -92,18 +102,23 @@ def open_run_of(folder: Path) -> str:
     found = run.certificates()
     summary = run.summary().to_dict()
     summary.pop("seconds")
-    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), summary]
+    plain = [
+        run.ids,
+        run.labels.tolist(),
+        found.prediction.tolist(),
+        found.radius.tolist(),
+        summary,
+    ]
     return digest_document([plain, [a.model_dump() for a in run.attacks()]])
 
 
 def make_state(folder: Path) -> None:
     """A training state and its metrics."""
-    journal = Journal(folder / "run")
-    journal.open({"recipe": {}})
+    with contextlib.ExitStack() as stack:
+        claim(folder / "run", {"recipe": {}}, stack)
     history = [{"epoch": epoch, "accuracy": 0.5 + epoch / 10} for epoch in (1, 2)]
     position = Position(epoch=2, batch=0, step=7, history=history)
-    journal.save({"model": _network().state_dict()}, position)
-    journal.close()
+    save_state(folder / "run", {"model": _network().state_dict()}, position)
 
 
 def open_state(folder: Path) -> str:
@@ -187,8 +202,13 @@ def make_onnx(folder: Path) -> None:
     from onnx import TensorProto, helper, numpy_helper
 
     weight = numpy_helper.from_array(np.ones((4, 3), np.float32), "w")
-    nodes = [helper.make_node("Gemm", ["x", "w"], ["h"], transB=1), helper.make_node("Relu", ["h"], ["y"])]
-    shapes = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, k]) for n, k in (("x", 3), ("y", 4))]
+    nodes = [
+        helper.make_node("Gemm", ["x", "w"], ["h"], transB=1),
+        helper.make_node("Relu", ["h"], ["y"]),
+    ]
+    shapes = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, k]) for n, k in (("x", 3), ("y", 4))
+    ]
     graph = helper.make_graph(nodes, "net", shapes[:1], shapes[1:], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     onnx.save(model, str(folder / "net.onnx"))

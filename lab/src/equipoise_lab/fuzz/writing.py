@@ -71,7 +71,9 @@ class Bench:
         """A module with parameters of its own; the name by which `forward` calls it."""
         return self._keep("m", f"fill({text}, {self.seed()}, {self.kind()!r}, {self.scale()!r})")
 
-    def constant(self, shape: Iterable[int], kind: str | None = None, scale: float | None = None) -> str:
+    def constant(
+        self, shape: Iterable[int], kind: str | None = None, scale: float | None = None
+    ) -> str:
         """A parameter of the shape."""
         size = self.scale() if scale is None else scale
         values = f"noise({tuple(shape)}, {self.seed()}, {kind or self.kind()!r}, {size!r})"
@@ -85,7 +87,9 @@ class Bench:
 
     def number(self) -> float:
         """A factor."""
-        return in_float32(self.rng.uniform(-2.5, 2.5) * (1.0 if self.rng.random() < 0.95 else self.scale()))
+        return in_float32(
+            self.rng.uniform(-2.5, 2.5) * (1.0 if self.rng.random() < 0.95 else self.scale())
+        )
 
     def other(self, t: Tensor) -> str | None:
         """The name of another tensor of the same shape."""
@@ -115,7 +119,11 @@ class Bench:
 
     def _accept(self, line: str, target: str | None, name: str, local: dict[str, Any]) -> None:
         changed = local[target] if target is not None else local[name]
-        if not isinstance(changed, Tensor) or not changed.is_floating_point() or not 0 < changed.numel() <= MOST:
+        if (
+            not isinstance(changed, Tensor)
+            or not changed.is_floating_point()
+            or not 0 < changed.numel() <= MOST
+        ):
             raise ValueError("not a tensor of the size wanted")
         if not all(bool(torch.isfinite(t).all()) for t in local.values() if isinstance(t, Tensor)):
             raise ValueError("not finite")

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.attacks import require_autoattack
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json, sealed, unsealed
 from equipoise.train.build import build_data
 from equipoise_lab.experiments.intervals import Mean, mean_of
+from equipoise_lab.scoreboard.autoattack import require_autoattack
 from equipoise_lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell, recipe, tested
 
 Tell = Callable[[Cell, dict[str, Any]], None]
@@ -46,7 +46,10 @@ class Board:
             row["attacked"] = mean_of([100 * c["attacked"] for c in good])
             if all("autoattack" in c for c in good):
                 row["autoattack"] = mean_of([100 * c["autoattack"] for c in good])
-            row |= {k: sum(c[k] for c in good) / len(good) for k in ("step_seconds", "steps", "processor_seconds")}
+            row |= {
+                k: sum(c[k] for c in good) / len(good)
+                for k in ("step_seconds", "steps", "processor_seconds")
+            }
             row |= {
                 "parameters": good[0]["parameters"],
                 "samples": good[0]["samples"],
@@ -54,7 +57,9 @@ class Board:
             }
             found.append(row)
         first = next((next(iter(r["certified"])) for r in found if "certified" in r), "")
-        return sorted(found, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf)
+        return sorted(
+            found, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf
+        )
 
     def markdown(self) -> str:
         """The table."""
@@ -66,10 +71,21 @@ class Board:
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for r in rows:
             if "refused" in r:
-                lines.append(f"| {r['family']} | {r['loss']} | refused: {r['refused']} |" + " |" * (len(head) - 3))
+                lines.append(
+                    f"| {r['family']} | {r['loss']} | refused: {r['refused']} |"
+                    + " |" * (len(head) - 3)
+                )
                 continue
-            cells = [r["family"], r["loss"], _show(r["accuracy"]), *(_show(m) for m in r["certified"].values())]
-            cells += [_show(r["attacked"]), *([_show(r["autoattack"]) if "autoattack" in r else "–"] if auto else [])]
+            cells = [
+                r["family"],
+                r["loss"],
+                _show(r["accuracy"]),
+                *(_show(m) for m in r["certified"].values()),
+            ]
+            cells += [
+                _show(r["attacked"]),
+                *([_show(r["autoattack"]) if "autoattack" in r else "–"] if auto else []),
+            ]
             cells += [f"{r['step_seconds']:.3f}", f"{r['steps']:.0f}", f"{r['parameters']:,}"]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join([f"# {self.title}", "", *self.about(), "", *lines, ""])
@@ -91,17 +107,23 @@ class Board:
         ]
         counts = [c["autoattack_samples"] for c in good if "autoattack" in c]
         if counts:
-            said.append(f"AutoAttack: right under PGD and its four attacks, on the first {min(counts)} inputs or more.")
+            said.append(
+                f"AutoAttack: right under PGD and its four attacks, on the first {min(counts)} inputs or more."
+            )
         return said
 
     def page(self) -> str:
         """A self-contained HTML page with the table and certified accuracy against the cost of a step."""
         table = _html_table(self.markdown().splitlines())
         text = "".join(f"<p>{html.escape(line)}</p>" for line in self.about())
-        return _PAGE.format(title=html.escape(self.title), text=text, plot=_plot(self.rows()), table=table)
+        return _PAGE.format(
+            title=html.escape(self.title), text=text, plot=_plot(self.rows()), table=table
+        )
 
 
-def plan(families: Sequence[str], losses: Sequence[str], seeds: int, all_losses: Sequence[str] = ()) -> list[Cell]:
+def plan(
+    families: Sequence[str], losses: Sequence[str], seeds: int, all_losses: Sequence[str] = ()
+) -> list[Cell]:
     """Every family with the given losses, those in `all_losses` with every loss, for seeds 0 … seeds − 1.
 
     >>> [c.name for c in plan(["aol"], ["lmt"], 2)]
@@ -135,15 +157,26 @@ def play(
     cells, folder = list(cells), Path(folder)
     asked = json.loads(json.dumps(asdict(budget)))
     found = _before(folder, asked)
-    left = [cell for cell in cells if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())]
+    left = [
+        cell
+        for cell in cells
+        if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())
+    ]
     if left:
-        tested(build_data(recipe(left[0], budget).data))  # data that cannot be read are refused once, not in every cell
-    for cell, figures in (_in_turn if workers == 0 else _on_ray)(left, budget, folder, workers, autoattack):
+        tested(
+            build_data(recipe(left[0], budget).data)
+        )  # data that cannot be read are refused once, not in every cell
+    for cell, figures in (_in_turn if workers == 0 else _on_ray)(
+        left, budget, folder, workers, autoattack
+    ):
         found[cell] = figures
         if tell is not None:
             tell(cell, figures)
     board = Board(asked, [found[cell] for cell in sorted(found)])
-    atomic_write(folder / "scoreboard.json", json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n")
+    atomic_write(
+        folder / "scoreboard.json",
+        json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n",
+    )
     atomic_write(folder / "README.md", board.markdown())
     atomic_write(folder / "index.html", board.page())
     return board
@@ -155,7 +188,9 @@ def _before(folder: Path, budget: dict[str, Any]) -> dict[Cell, dict[str, Any]]:
         return {}
     board = read_board(folder)
     if board.budget != budget:
-        raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
+        raise InputError(
+            f"{folder} was played with another budget: choose another folder, or remove this one"
+        )
     return {Cell(**c["asked"]["cell"]): c for c in board.cells if "refused" not in c}
 
 
@@ -200,7 +235,9 @@ def _show(value: Mean) -> str:
 
 
 def _html_table(lines: list[str]) -> str:
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")
+    ]
     head, body = rows[0], rows[2:]
     cells = ["".join(f"<td>{html.escape(c)}</td>" for c in row) for row in body]
     top = "".join(f"<th>{html.escape(c)}</th>" for c in head)
@@ -216,7 +253,9 @@ def _plot(rows: list[dict[str, Any]]) -> str:
     xs, ys = [math.log10(p[0]) for p in points], [p[1] for p in points]
     wide, high = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
     dots, labels = [], list[tuple[float, float]]()
-    for x, y, (seconds, value, name) in sorted(zip(xs, ys, points, strict=True), key=lambda p: -p[1]):
+    for x, y, (seconds, value, name) in sorted(
+        zip(xs, ys, points, strict=True), key=lambda p: -p[1]
+    ):
         left, top = 60 + 480 * (x - min(xs)) / wide, 280 - 240 * (y - min(ys)) / high
         height = top + 4
         for at, other in labels:  # labels above that it would cover push it down

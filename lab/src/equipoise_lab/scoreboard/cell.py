@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from equipoise.attacks import autoattack, pgd
+from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import atomic_write, make_folder, read_json, sealed, unsealed
 from equipoise.nn.activations import BetaAbs
@@ -36,6 +36,7 @@ from equipoise.train.build import Part, Parts, build_data
 from equipoise.train.loop import step_seconds
 from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.metrics import certified_bound, evaluate
+from equipoise_lab.scoreboard.autoattack import autoattack
 
 #: rows of the scoreboard: name → builder
 PEERS = {
@@ -113,7 +114,13 @@ ATTACKED, STEPS = 500, 20
 LOSSES: dict[str, Callable[[float], dict[str, Any]]] = {
     "lmt": lambda e: {"kind": "lmt", "epsilon": 2.5 * e, "start": 0.1 * e, "temperature": 0.125},
     "emma": lambda e: {"kind": "emma", "epsilon": 3 * e, "start": 0.1 * e, "temperature": 0.125},
-    "la": lambda e: {"kind": "la", "epsilon": 0.0, "offset": 3 * e, "temperature": 0.125, "gamma": 5.0},
+    "la": lambda e: {
+        "kind": "la",
+        "epsilon": 0.0,
+        "offset": 3 * e,
+        "temperature": 0.125,
+        "gamma": 5.0,
+    },
     "hkr": lambda e: {"kind": "hkr", "alpha": 0.98, "margin": 4 * e},
     "offset-ce": lambda e: {"kind": "lipschitz-ce", "offset": 3.5 * e, "temperature": 0.125},
     "ce": lambda e: {"kind": "ce"},
@@ -139,7 +146,9 @@ class Cell:
         if self.family not in known:
             raise InputError(f"there is no family {self.family!r}; there are {', '.join(known)}")
         if self.loss not in LOSSES:
-            raise InputError(f"the scoreboard has no loss {self.loss!r}; it has {', '.join(LOSSES)}")
+            raise InputError(
+                f"the scoreboard has no loss {self.loss!r}; it has {', '.join(LOSSES)}"
+            )
         return self
 
 
@@ -178,13 +187,19 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
     """The training of a cell; only family, loss and seed differ between cells of one board."""
     model: dict[str, Any] = {
         "factory": PEERS.get(cell.family, "equipoise.nn.models:lipschitz_cnn"),
-        "arguments": {"channels": list(budget.channels), "depths": list(budget.depths), "hidden": budget.hidden},
+        "arguments": {
+            "channels": list(budget.channels),
+            "depths": list(budget.depths),
+            "hidden": budget.hidden,
+        },
     }
     if cell.family not in PEERS:
         model["arguments"]["family"] = cell.family
     loss = LOSSES[cell.loss](budget.epsilon)
     if cell.family in PEERS and cell.loss in MARGIN_LOSSES:
-        loss["lipschitz"] = 1.0  # what their layers are held at; the certificate rests on the proved bound
+        loss["lipschitz"] = (
+            1.0  # what their layers are held at; the certificate rests on the proved bound
+        )
     augment = [{"kind": "pad-crop", "padding": 3}, "flip"] if budget.flip else []
     document = {
         "name": cell.name, "model": model, "loss": loss, "seed": cell.seed,
@@ -224,15 +239,21 @@ def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> 
     if result.exists():
         found: dict[str, Any] = unsealed(read_json(result), str(result), needed=True)
         if found.get("asked") != asked:
-            raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
+            raise InputError(
+                f"{folder} was played with another budget: choose another folder, or remove this one"
+            )
         if found.get("autoattack_samples", 0) >= min(autoattack, found["attacked_samples"]):
             return found
     make_folder(folder)
     try:
         figures = _measured(cell, budget, folder, autoattack)
-    except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
+    except (
+        EquipoiseError
+    ) as error:  # a row with the reason, the others go on; the next time it is tried again
         return {"asked": asked, "refused": str(error)}
-    atomic_write(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
+    atomic_write(
+        result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n"
+    )
     return {"asked": asked, **figures}
 
 
@@ -247,7 +268,9 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
         atomic_write(speed, json.dumps({"seconds": seconds}) + "\n")
     epochs, limit = fitting(seconds, budget, len(whole.train))
     began = time.process_time()
-    done = run_recipe(recipe(cell, budget, epochs, limit), folder / "run", cpu=True, allow_code=True)
+    done = run_recipe(
+        recipe(cell, budget, epochs, limit), folder / "run", cpu=True, allow_code=True
+    )
     test = tested(whole)
     model, final = done.model, done.final
     if cell.family in PEERS:  # measured again as the fixed network that is certified
@@ -257,7 +280,9 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
         final = {**final, **figures, "bound": found.upper, "bound_reason": found.reason}
     certified = final.get("certified_accuracy")
     if final.get("bound") is None or certified is None:
-        raise EquipoiseError(f"no certificate: {final.get('bound_reason') or 'the bound was refused'}")
+        raise EquipoiseError(
+            f"no certificate: {final.get('bound_reason') or 'the bound was refused'}"
+        )
     return {
         "accuracy": final["accuracy"], "certified": certified, "bound": final["bound"], "samples": len(test),
         **attacks(model, test, budget.epsilon, autoattack),
@@ -287,4 +312,8 @@ def attacks(model: nn.Module, test: Part, epsilon: float, auto: int = 0) -> dict
     standing = (~broken).nonzero().flatten()
     if len(standing):
         broken[standing] = autoattack(model, x[standing], y[standing], epsilon).success
-    return {**found, "autoattack": 1 - float(broken.double().mean()), "autoattack_samples": len(broken)}
+    return {
+        **found,
+        "autoattack": 1 - float(broken.double().mean()),
+        "autoattack_samples": len(broken),
+    }

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.curves import Hinge, Lines
@@ -59,7 +60,14 @@ class Ball:
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
 
     def add(
-        self, centre: Tensor, slip: Tensor, low: Tensor, high: Tensor, lip: Tensor, total: float, spread: Tensor | None
+        self,
+        centre: Tensor,
+        slip: Tensor,
+        low: Tensor,
+        high: Tensor,
+        lip: Tensor,
+        total: float,
+        spread: Tensor | None,
     ) -> None:
         """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`)."""
         self.centre.append(centre)
@@ -76,7 +84,10 @@ class Ball:
         low[entries] = torch.maximum(low[entries], bounds[:n])
         high[entries] = torch.minimum(high[entries], -bounds[n:])
         crossed = low > high  # only rounding can do this: the truth is within both
-        low[crossed], high[crossed] = torch.minimum(low, high)[crossed], torch.maximum(low, high)[crossed]
+        low[crossed], high[crossed] = (
+            torch.minimum(low, high)[crossed],
+            torch.maximum(low, high)[crossed],
+        )
 
     def size(self, k: int) -> Tensor:
         """Bound of |value| of node k."""
@@ -139,7 +150,12 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
         centre = node.forward([ball.centre[s] for s in node.sources], offset=True)
         slip = node.forward([ball.slip[s] for s in node.sources], magnitude=True) * _WIDER
         slip = (
-            slip + g * node.forward([ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True) + 1e-300
+            slip
+            + g
+            * node.forward(
+                [ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True
+            )
+            + 1e-300
         )
     else:
         centre, slip = inner.centre[k], inner.slip[k]
@@ -156,7 +172,10 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
 def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
     """How much an affine node moves per unit of ‖δx‖₂, entry by entry and as a whole."""
     lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER + _TINY
-    grown = [inflate(gain * ball.total[s]) + _TINY for gain, s in zip(node.gains, node.sources, strict=True)]
+    grown = [
+        inflate(gain * ball.total[s]) + _TINY
+        for gain, s in zip(node.gains, node.sources, strict=True)
+    ]
     total = inflate(math.hypot(*grown) if node.root else math.fsum(grown))
     if node.rows is not None:
         lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]) + _TINY)
@@ -199,7 +218,10 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
     slopes = curve.secants((low, high), low, high)
     steepest = torch.maximum(slopes[0].abs(), slopes[1].abs())
     lip = inflate(steepest * ball.lip[s]) + _TINY * (steepest > 0)
-    total = min(inflate(steep * ball.total[s]) + _TINY, inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    total = min(
+        inflate(steep * ball.total[s]) + _TINY,
+        inflate(float(torch.linalg.vector_norm(lip)) * _WIDER),
+    )
     ball.lines[k] = lines
     largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
     g = gamma(len(least) + 1024, torch.float64)
@@ -219,15 +241,19 @@ def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
         if time.process_time() > deadline:
             break
-        unit = torch.zeros(len(part), ball.network.sizes[k], dtype=torch.float64)
-        unit[torch.arange(len(part)), part] = 1.0
+        unit = one_hot(part, ball.network.sizes[k]).double()
         ball.narrow(k, part, lower_bounds(ball, k, torch.cat([unit, -unit])))
 
 
 def _sharpen(ball: Ball, k: int) -> None:
     """Bound the differences of node k by one linear map and what may switch before it: a product of layers forgets both."""
     network = ball.network
-    if ball.norm != "l2" or network.sizes[k] * network.widest > SHARP or not ball.lines or not ball.total[k] > 0:
+    if (
+        ball.norm != "l2"
+        or network.sizes[k] * network.widest > SHARP
+        or not ball.lines
+        or not ball.total[k] > 0
+    ):
         return
     slopes = slope_ranges(ball, before=k)
     moved = torch.zeros(network.sizes[k], dtype=torch.float64)
@@ -240,13 +266,17 @@ def _sharpen(ball: Ball, k: int) -> None:
     unit = torch.eye(network.sizes[k], dtype=torch.float64)
     A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
     ball.lip[k] = torch.minimum(ball.lip[k], inflate((dual_norm(A, "l2") + moved + error) * _WIDER))
-    ball.total[k] = min(ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER))
+    ball.total[k] = min(
+        ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER)
+    )
 
 
 Slopes = dict[int, tuple[Tensor, Tensor]]
 
 
-def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None) -> Slopes:
+def slope_ranges(
+    ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None
+) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
     With `inner`, a smaller ball around the same point, one of the two lies in that; with `anchored` it is the centre.
@@ -278,7 +308,9 @@ def difference_spread(ball: Ball, slopes: Slopes) -> list[Tensor | None]:
             found.append(2 * node.gamma * _WIDER * moved + 1e-300)
         else:
             middle, width = slopes[k]
-            found.append(gamma(64, torch.float64) * (middle.abs() + width) * ball.lip[node.source] + 1e-300)
+            found.append(
+                gamma(64, torch.float64) * (middle.abs() + width) * ball.lip[node.source] + 1e-300
+            )
     return found
 
 
@@ -311,18 +343,29 @@ def dual_norm(A: Tensor, norm: Norm) -> Tensor:
     if norm == "l1":
         return largest
     unit = A / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return inflate(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
+    return inflate(
+        largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64))
+    )
 
 
 def walk(
-    network: Network, k: int, rows: Tensor, through: Through, spread: Sequence[Tensor | None], *, offset: bool
+    network: Network,
+    k: int,
+    rows: Tensor,
+    through: Through,
+    spread: Sequence[Tensor | None],
+    *,
+    offset: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Push rows of node k back to the input: their coefficients there, the constants, and a bound of the rounding.
 
     `through(i, A)` passes activation i; `spread[i]` is what rounding at node i costs per unit of |A|.
     """
     found: dict[int, Tensor] = {k: rows}
-    constant, error = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
+    constant, error = (
+        torch.zeros(len(rows), dtype=torch.float64),
+        torch.zeros(len(rows), dtype=torch.float64),
+    )
     for i in range(k, 0, -1):
         A = found.pop(i, None)
         if A is None:
@@ -342,4 +385,8 @@ def walk(
         for source, B in moved:
             found[source] = found[source] + B if source in found else B
     A = found.get(0)
-    return (torch.zeros(len(rows), network.sizes[0], dtype=torch.float64) if A is None else A), constant, error
+    return (
+        (torch.zeros(len(rows), network.sizes[0], dtype=torch.float64) if A is None else A),
+        constant,
+        error,
+    )

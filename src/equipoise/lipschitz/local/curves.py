@@ -71,13 +71,20 @@ class Hinge:
         left, right = self.left.expand_as(low), self.right.expand_as(low)
         open_ = (low < 0) & (high > 0)
         side = torch.where(high > -low, right, left)
-        upper = torch.where(open_, (right * high - left * low) / (high - low).clamp_min(1e-300), side)
+        upper = torch.where(
+            open_, (right * high - left * low) / (high - low).clamp_min(1e-300), side
+        )
         upper = torch.minimum(torch.maximum(upper, left), right)
-        above = torch.maximum((left - upper) * low, (right - upper) * high).clamp_min(0) * (1 + 8 * _U) + 1e-300
+        above = (
+            torch.maximum((left - upper) * low, (right - upper) * high).clamp_min(0) * (1 + 8 * _U)
+            + 1e-300
+        )
         zero = torch.zeros_like(low)
         return Lines(side, zero, upper, torch.where(open_, above, zero))
 
-    def secants(self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def secants(
+        self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Convexity: the least slope is that between the left ends, the largest that between the right ends."""
         left, right = self.left.expand_as(low), self.right.expand_as(low)
         first, last = torch.maximum(near[0], low), torch.minimum(near[1], high)
@@ -133,7 +140,11 @@ class Sampled:
         middle = (low + high) / 2
         best: list[tuple[Tensor, Tensor, Tensor]] = []
         for sign in (1.0, -1.0):
-            chosen = (torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, -torch.inf))
+            chosen = (
+                torch.zeros_like(low),
+                torch.zeros_like(low),
+                torch.full_like(low, -torch.inf),
+            )
             for slope in (chord, *tangents.clamp(*self.slopes)):
                 bend = torch.maximum((least - slope).abs(), (most - slope).abs()) * h / 2
                 if self.curvature < torch.inf:
@@ -154,9 +165,13 @@ class Sampled:
             return low, high
         tangents = self._slopes(points)
         room = self.curvature * h / 2 * (1 + 1e-9) + 1e-9
-        return torch.maximum(low, tangents.amin(0) - room), torch.minimum(high, tangents.amax(0) + room)
+        return torch.maximum(low, tangents.amin(0) - room), torch.minimum(
+            high, tangents.amax(0) + room
+        )
 
-    def secants(self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def secants(
+        self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The range of the derivative: a secant slope is a mean of derivatives."""
         points, h = self._grid(low, high)
         return self._derivatives(points, h)

@@ -55,7 +55,9 @@ class Affine:
     root: bool = False
     constant: Tensor | None = field(default=None, repr=False)
 
-    def forward(self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False) -> Tensor:
+    def forward(
+        self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False
+    ) -> Tensor:
         """The map on flat vectors."""
         given = [v.reshape(s) for v, s in zip(values, self.shapes, strict=True)]
         return self.run(given, offset, magnitude).reshape(-1)
@@ -80,7 +82,9 @@ class Affine:
     def offset(self) -> Tensor:
         """b, computed once."""
         if self.constant is None:
-            self.constant = self.forward([torch.zeros(s, dtype=torch.float64) for s in self.shapes], offset=True)
+            self.constant = self.forward(
+                [torch.zeros(s, dtype=torch.float64) for s in self.shapes], offset=True
+            )
         return self.constant
 
 
@@ -133,7 +137,14 @@ class _Builder:
         """A linear map with coefficients 0 and ±1, `run(values, magnitude)`."""
         before = self.shapes[source]
         shape = tuple(run(torch.zeros(before, dtype=torch.float64), False).shape)
-        node = Affine((source,), shape, (before,), lambda v, offset, magnitude: run(v[0], magnitude), _SHORT, (gain,))
+        node = Affine(
+            (source,),
+            shape,
+            (before,),
+            lambda v, offset, magnitude: run(v[0], magnitude),
+            _SHORT,
+            (gain,),
+        )
         return self.add(node, shape)
 
 
@@ -172,7 +183,9 @@ def _sources(node: Affine | Activation | None) -> tuple[int, ...]:
     return node.sources if isinstance(node, Affine) else (node.source,)
 
 
-def _renumbered(node: Affine | Activation | None, place: dict[int, int]) -> Affine | Activation | None:
+def _renumbered(
+    node: Affine | Activation | None, place: dict[int, int]
+) -> Affine | Activation | None:
     if isinstance(node, Activation):
         return Activation(place[node.source], node.curve)
     if node is None:
@@ -188,10 +201,16 @@ def _read(builder: _Builder, call: Call, step: Step) -> None:
             builder.index[node] = source
         case Largest(sliding=True) if "kernel_size" in call.arguments:
             builder.index[node] = _max_pool(builder, call, step)
-        case Pointwise(everywhere=True) if source is not None and step.gains[0][0].shape == call.shape:
-            builder.index[node] = builder.add(Activation(source, _curve(call, step.map, step.label)), call.shape)
+        case Pointwise(everywhere=True) if (
+            source is not None and step.gains[0][0].shape == call.shape
+        ):
+            builder.index[node] = builder.add(
+                Activation(source, _curve(call, step.map, step.label)), call.shape
+            )
         case Pointwise(everywhere=False):
-            raise Unsupported(f"node {node.name!r} ({step.label}) has bounded slopes on a ball only")
+            raise Unsupported(
+                f"node {node.name!r} ({step.label}) has bounded slopes on a ball only"
+            )
         case _ if supported(call, step):
             builder.index[node] = _affine(builder, call, step)
         case _:
@@ -204,7 +223,9 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     gains = tuple(inflate(math.fsum(g for s, g in step.gains if s.node is n)) for n in signals)
 
     def run(values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
-        return apply(call, step, dict(zip(signals, values, strict=True)), offset=offset, magnitude=magnitude)
+        return apply(
+            call, step, dict(zip(signals, values, strict=True)), offset=offset, magnitude=magnitude
+        )
 
     form, rows, matrices = step.linear, None, None
     if len(signals) == 1 and isinstance(form, Matrix):
@@ -216,18 +237,24 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
         rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
     size = roundoff(step) + _SHORT
     sources = tuple(builder.index[n] for n in signals)
-    node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root")
+    node = Affine(
+        sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root"
+    )
     return builder.add(node, call.shape)
 
 
 def _curve(call: Call, curve: Pointwise, label: str) -> Curve:
     if curve.hinge is not None:
-        left, right = (t if t.numel() == 1 else torch.broadcast_to(t, call.shape) for t in curve.hinge)
+        left, right = (
+            t if t.numel() == 1 else torch.broadcast_to(t, call.shape) for t in curve.hinge
+        )
         if bool((left <= right).all()):
             return Hinge(left.reshape(-1), right.reshape(-1))
     own = curve.function
     if own is None:
-        raise Unsupported(f"node {call.node.name!r} ({label}) is not a function of one entry that can be sampled")
+        raise Unsupported(
+            f"node {call.node.name!r} ({label}) is not a function of one entry that can be sampled"
+        )
 
     def function(z: Tensor) -> Tensor:
         return own(z.reshape(*z.shape[:-1], *call.shape)).reshape(z.shape)
@@ -241,7 +268,9 @@ def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
     x = step.gains[0][0]
     windows = _windows(call, x.shape, step.map.dims)
     count = int(torch.bincount(windows.flatten()).max())
-    at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], inflate(math.sqrt(count)))
+    at = builder.linear(
+        builder.index[x.node], lambda v, _: v.reshape(-1)[windows], inflate(math.sqrt(count))
+    )
     left, one = len(windows), torch.ones(1, dtype=torch.float64)
     while left > 1:
         half = left // 2
@@ -249,7 +278,9 @@ def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
         switch = builder.add(Activation(gap, Hinge(0 * one, one)), builder.shapes[gap])
         shapes = (builder.shapes[at], builder.shapes[switch])
         shape = (left - half, shapes[0][1])
-        node = Affine((at, switch), shape, shapes, functools.partial(_winner, half), _SHORT, (1.0, 1.0))
+        node = Affine(
+            (at, switch), shape, shapes, functools.partial(_winner, half), _SHORT, (1.0, 1.0)
+        )
         at, left = builder.add(node, shape), left - half
     return builder.linear(at, lambda v, _: v.reshape(call.shape), 1.0)
 

@@ -32,13 +32,20 @@ from torch import Tensor
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, slope_ranges
 from equipoise.lipschitz.local.graph import Network
-from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers, count_switching, reduced_maps
-from equipoise.lipschitz.local.slopes import Relaxation, optimise, tighten
+from equipoise.lipschitz.local.multipliers import (
+    Reduced,
+    best_multipliers,
+    count_switching,
+    reduced_maps,
+)
+from equipoise.lipschitz.local.slopes import STEPS, Relaxation, optimise, tighten
 
 #: radii of the sum, as shares of the outermost
 SHARES = (0.6, 0.8, 1.0)
 #: more switching neurons than this are left to the linear relaxation (a step takes some n³/10⁹ seconds)
 SWITCHING = 500
+#: steps of Adam that begin with the slopes of another radius
+WARM_STEPS = 20
 _DOWN = 1 - 1e-12
 
 
@@ -69,7 +76,10 @@ class Case:
     bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
     starts: dict[tuple[float, float], Tensor | None] = field(default_factory=dict, repr=False)
-    relaxation: Relaxation | None = field(default=None, repr=False)  # of the ball before, to begin with
+    refines: bool = False  # whether intervals refined backward proved what others did not
+    relaxation: Relaxation | None = field(
+        default=None, repr=False
+    )  # of the ball before, to begin with
 
     def ball(self, radius: float) -> Ball | None:
         """The enclosure on the ball, computed once."""
@@ -92,21 +102,28 @@ class Case:
         In ℓ2 first without refining intervals backward, which costs most: the ball of every layer often does without.
         """
         if radius not in self.bounds:
-            enough = torch.zeros_like(self.margins) if self.lost is None else inflate(self.lost(radius))
+            enough = -self.left(radius, torch.zeros_like(self.margins))
             bounds = torch.full_like(self.margins, -math.inf)
-            if self.norm == "l2":
-                bounds = self._optimised(enclose_ball(self.network, self.x, radius, most_rows=0), enough)
+            if self.norm == "l2" and not self.refines:
+                plain = enclose_ball(self.network, self.x, radius, most_rows=0)
+                bounds = self._optimised(plain, enough)
             if not bool((bounds > enough).all()):
                 bounds = torch.maximum(bounds, self._optimised(self.ball(radius), enough))
+                self.refines = bool((bounds > enough).all())
             self.bounds[radius] = bounds
         return self.bounds[radius]
 
     def _optimised(self, ball: Ball | None, enough: Tensor) -> Tensor:
         if ball is None:
             return torch.full_like(self.margins, -math.inf)
-        last = len(self.network.nodes) - 1
         bounds, self.relaxation = optimise(
-            ball, last, self.rows, self.relaxation, enough=enough, deadline=self.deadline
+            ball,
+            len(self.network.nodes) - 1,
+            self.rows,
+            self.relaxation,
+            steps=STEPS if self.relaxation is None else WARM_STEPS,
+            enough=enough,
+            deadline=self.deadline,
         )
         return bounds
 
@@ -133,7 +150,9 @@ class Case:
                 if count_switching(slopes) <= self.most:
                     self.maps[key] = reduced_maps(ball, slopes, self.rows)
                 else:
-                    self.notes.add(f"no integral: more than {self.most:,} neurons may switch for some inputs")
+                    self.notes.add(
+                        f"no integral: more than {self.most:,} neurons may switch for some inputs"
+                    )
         return self.maps[key]
 
     def start(self, inner: float, outer: float) -> Tensor | None:
@@ -143,7 +162,9 @@ class Case:
             maps = self.segment(inner, outer)
             found = None
             if maps is not None and maps.switching:
-                found = best_multipliers(maps.divided(self.margins), gap=1.0, deadline=self.deadline)
+                found = best_multipliers(
+                    maps.divided(self.margins), gap=1.0, deadline=self.deadline
+                )
             self.starts[key] = None if found is None else found.s
         return self.starts[key]
 
@@ -156,7 +177,9 @@ class Case:
         if maps is None:
             return math.inf
         own, start = maps.outputs(torch.tensor([k])), self.start(inner, outer)
-        found = best_multipliers(own, start=start, enough=enough, gap=1e-2, steps=steps, deadline=self.deadline)
+        found = best_multipliers(
+            own, start=start, enough=enough, gap=1e-2, steps=steps, deadline=self.deadline
+        )
         return math.inf if found is None else found.bound
 
 
@@ -175,7 +198,9 @@ class Reach:
         return left * (1 - 1e-6) / (self.radius - r) if self.radius > r else math.inf
 
 
-def integrate(case: Case, k: int, outer: float, steps: int = 60, other: Reach | None = None) -> Reach:
+def integrate(
+    case: Case, k: int, outer: float, steps: int = 60, other: Reach | None = None
+) -> Reach:
     """The largest radius up to `outer` within which margin k is proved positive.
 
     With `other`, constants need only be small enough to reach as far as that.
@@ -192,7 +217,10 @@ def integrate(case: Case, k: int, outer: float, steps: int = 60, other: Reach | 
             enough = other.enough(r, R, whole, left)
         L = case.constant(k, r, R, enough, steps)
         used = inflate(L * step)
-        remaining = max(deflate(left) - used if used < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
+        remaining = max(
+            deflate(left) - used if used < left else -math.inf,
+            float(case.left(outer, case.relaxed(R))[k]),
+        )
         if not remaining > 0:
             ends = max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
             return Reach(ends, tuple(spent))
@@ -201,32 +229,28 @@ def integrate(case: Case, k: int, outer: float, steps: int = 60, other: Reach | 
     return Reach(r, tuple(spent))
 
 
-def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
-    """The largest radius found at which the backward relaxation alone proves every margin positive, by bisection."""
-    low, high = 0.0, start
+def relaxed_radius(case: Case, start: float, rtol: float = 5e-3) -> float:
+    """The largest radius found at which the relaxation alone proves every margin positive.
+
+    Args:
+        case: the input.
+        start: the radius that is tried first.
+        rtol: relative distance of a radius that was not proved at which to stop.
+    """
+    low, high, tried = 0.0, math.inf, start
     for _ in range(60):
-        if time.process_time() > case.deadline or not case.holds(high):
+        if time.process_time() > case.deadline or high - low <= rtol * low or tried < 1e-30:
             break
-        low, high = high, 2 * high
-    if low == 0:
-        for _ in range(40):
-            if time.process_time() > case.deadline:
-                return 0.0
-            half = high / 4
-            if case.holds(half):
-                low = half
-                break
-            high = half
-    if low == 0:
-        return 0.0
-    for _ in range(steps):
-        if time.process_time() > case.deadline or high - low <= 1e-3 * low:
-            break
-        middle = math.sqrt(low * high) if high > 1.5 * low else (low + high) / 2
-        if case.holds(middle):
-            low = middle
+        if case.holds(tried):
+            low = tried
         else:
-            high = middle
+            high = tried
+        if high == math.inf:
+            tried = 2 * low
+        elif low == 0:
+            tried = high / 4
+        else:
+            tried = math.sqrt(low * high)
     return low
 
 
@@ -254,19 +278,28 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     worst = int((case.relaxed(outer) / case.margins).argmin())
     first = integrate(case, worst, outer)
     again = outer * 1.08 if first.radius >= outer else first.radius * 1.012
-    if (first.radius >= outer or again < 0.99 * outer) and again > base and time.process_time() < case.deadline:
+    if (
+        (first.radius >= outer or again < 0.99 * outer)
+        and again > base
+        and time.process_time() < case.deadline
+    ):
         more = integrate(case, worst, again)
         if more.radius > first.radius:
             first, outer = more, again
     if first.radius <= base:
         return base, worst
-    reached = {k: first.radius if k == worst else integrate(case, k, outer, 0).radius for k in range(len(case.margins))}
+    reached = {
+        k: first.radius if k == worst else integrate(case, k, outer, 0).radius
+        for k in range(len(case.margins))
+    }
     closer = {worst}
     while True:
         limiting = min(reached, key=lambda k: (reached[k], k != worst))
         if limiting in closer or time.process_time() > case.deadline:
             break
-        reached[limiting] = max(reached[limiting], integrate(case, limiting, outer, other=first).radius)
+        reached[limiting] = max(
+            reached[limiting], integrate(case, limiting, outer, other=first).radius
+        )
         closer.add(limiting)
     return (reached[limiting], limiting) if reached[limiting] > base else (base, limiting)
 
@@ -308,5 +341,7 @@ def common_constant(case: Case, outer: float, margins: Tensor, most: int = MOST)
         case.notes.add(f"no multipliers: more than {most:,} neurons may switch for some inputs")
         return math.inf
     joint = reduced_maps(ball, slopes, case.rows).divided(margins)
-    found = best_multipliers(joint, gap=0.3, enough=_ROOM * (1 - 1e-6) / outer, deadline=case.deadline)
+    found = best_multipliers(
+        joint, gap=0.3, enough=_ROOM * (1 - 1e-6) / outer, deadline=case.deadline
+    )
     return math.inf if found is None else found.bound

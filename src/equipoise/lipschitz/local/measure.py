@@ -111,17 +111,24 @@ def local_lipschitz(
 
     program = capture(model, x[:1])
     cache = Cache(rtol)
-    reach = inflate(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
+    reach = inflate(
+        float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12)
+        + radius
+    )
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
         engine = LocalBound.of(run, cache, effort, seconds)
-        upper = torch.tensor([engine.upper(sample[None], radius) for sample in x], dtype=torch.float64)
+        upper = torch.tensor(
+            [engine.upper(sample[None], radius) for sample in x], dtype=torch.float64
+        )
     lower, note = torch.zeros_like(upper), ""
     if steps > 0 and bool((upper > 0).any()):
         values = functools.partial(evaluate, run, cache, engine.rounding)
         lower, note = lower_ends(program, values, x, radius, steps, seed)
     if bool((lower > upper).any()):
-        raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
+        raise AssertionError(
+            "an attack exceeded the certified bound: this is a bug of equipoise, please report it"
+        )
     note = "; ".join(text for text in (*engine.notes, note) if text)
     return Bracket(lower, upper, method="pairs of values, certified on the ball", note=note)
 
@@ -139,7 +146,9 @@ class LocalBound:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, run: Propagation, cache: Cache, effort: Effort = "auto", seconds: float | None = None) -> LocalBound:
+    def of(
+        cls, run: Propagation, cache: Cache, effort: Effort = "auto", seconds: float | None = None
+    ) -> LocalBound:
         """Read the network.
 
         Args:
@@ -170,28 +179,40 @@ class LocalBound:
             radius: of the ball, in ℓ2.
         """
         outputs = self.run.program.outputs
-        if not any(self.run.facts[o].signal.numel for o in outputs):  # an empty output stays where it is
+        if not any(
+            self.run.facts[o].signal.numel for o in outputs
+        ):  # an empty output stays where it is
             return 0.0
         boxes = enclose(self.run, x, radius, self.cache)
         chain = chain_total(self.run)
         layered = log_root(boxes[o].log for o in outputs)
         best = exp_up(min(layered, self.run.fused, math.inf if chain is None else chain))
-        return best if self.network is None else min(best, self._by_slopes(self.network, boxes, x, radius))
+        return (
+            best
+            if self.network is None
+            else min(best, self._by_slopes(self.network, boxes, x, radius))
+        )
 
-    def _by_slopes(self, network: Network, boxes: dict[fx.Node, Box], x: Tensor, radius: float) -> float:
+    def _by_slopes(
+        self, network: Network, boxes: dict[fx.Node, Box], x: Tensor, radius: float
+    ) -> float:
         """By the gradient, and by multipliers where the network is not too large for them."""
         if network.sizes[-1] > OUTPUTS or network.sizes[-1] * network.widest > ENTRIES:
             self.say(f"boxes only: the network has {network.sizes[-1]:,} outputs")
             return math.inf
         large = self.effort == "auto" and network.neurons > NEURONS
         if large:
-            self.say(f"no multipliers: {network.neurons:,} neurons; effort='multipliers' tries them")
+            self.say(
+                f"no multipliers: {network.neurons:,} neurons; effort='multipliers' tries them"
+            )
         exact = self.effort != "fast" and not large
 
         began = time.process_time()
         deadline = math.inf if self.seconds is None else began + self.seconds
         known = {k: exp_up(boxes[node].log) for node, k in network.places.items() if node in boxes}
-        ball = enclose_ball(network, x, radius, most_rows=None if exact else 0, deadline=deadline, known=known)
+        ball = enclose_ball(
+            network, x, radius, most_rows=None if exact else 0, deadline=deadline, known=known
+        )
         if ball is None:
             self.say("boxes only: values beyond the floats")
             return math.inf
@@ -216,7 +237,9 @@ class LocalBound:
         return min(best, found.bound)
 
 
-def evaluate(run: Propagation, cache: Cache, rounding: Rounding | None, x: Tensor) -> tuple[Tensor, Tensor]:
+def evaluate(
+    run: Propagation, cache: Cache, rounding: Rounding | None, x: Tensor
+) -> tuple[Tensor, Tensor]:
     """Values of all outputs in float64, a row per sample, and bounds, entry by entry, of how far the real ones may be off.
 
     Args:
@@ -267,7 +290,14 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
         return A * middle, None
 
     rows = torch.eye(network.sizes[-1], dtype=torch.float64)
-    J, _, error = walk(network, len(network.nodes) - 1, rows, through, difference_spread(ball, slopes), offset=False)
+    J, _, error = walk(
+        network,
+        len(network.nodes) - 1,
+        rows,
+        through,
+        difference_spread(ball, slopes),
+        offset=False,
+    )
     total = inflate(_norm(J) + switching + float(frobenius(error[None])))
     return math.inf if math.isnan(total) else total
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.backward import ENTRIES, Ball, Slopes, difference_spread, walk
@@ -69,7 +70,12 @@ class Reduced:
     def divided(self, margins: Tensor) -> Reduced:
         """The same neurons with every output divided by its margin; that division is what `multipliers.proves` has room for."""
         scale = torch.cat([torch.ones(self.switching, dtype=torch.float64), 1 / margins])
-        return Reduced(self.C * scale[:, None], self.D * scale[:, None], inflate(self.slack * scale), self.counts)
+        return Reduced(
+            self.C * scale[:, None],
+            self.D * scale[:, None],
+            inflate(self.slack * scale),
+            self.counts,
+        )
 
 
 def count_switching(slopes: Slopes) -> int:
@@ -105,9 +111,7 @@ def reduced_maps(ball: Ball, slopes: Slopes, outputs: Tensor) -> Reduced:
     for k, i in index.items():
         source = network.activations[k].source
         for first, part in enumerate(i.split(chunk) if len(i) else ()):
-            unit = torch.zeros(len(part), network.sizes[source], dtype=torch.float64)
-            unit[torch.arange(len(part)), part] = 1.0
-            fill(starts[k] + first * chunk, source, unit)
+            fill(starts[k] + first * chunk, source, one_hot(part, network.sizes[source]).double())
     fill(n, len(network.nodes) - 1, outputs.double())
     return Reduced(C, D, slack, tuple(len(i) for i in index.values()))
 
@@ -151,7 +155,11 @@ class _Problem:
         M = -(A @ A.mT) - self.K * (root[:, None] * root)
         M.diagonal().add_(1)
         factor, info = torch.linalg.cholesky_ex(M)
-        return None if int(info) or not bool(torch.isfinite(factor).all()) else _Point(theta, factor, A)
+        return (
+            None
+            if int(info) or not bool(torch.isfinite(factor).all())
+            else _Point(theta, factor, A)
+        )
 
 
 def best_multipliers(
@@ -184,7 +192,9 @@ def best_multipliers(
     if point is None:
         return None
     points, taken = (
-        _descend(problem, point, WARM if warm else COLD, steps, gap, enough, deadline) if n else ([point], 0)
+        _descend(problem, point, WARM if warm else COLD, steps, gap, enough, deadline)
+        if n
+        else ([point], 0)
     )
     for point in reversed(points):  # the last is the best, but the closest to the edge of the cone
         found = _proved(maps, problem, point, taken)
@@ -196,7 +206,11 @@ def best_multipliers(
 def _cold(problem: _Problem, factor: float = 4.0) -> _Point | None:
     """Feasible by construction: layer after layer, `factor` times what the Schur complement of the earlier ones asks for."""
     n, p = problem.n, problem.p
-    s, L, at = torch.zeros(n + p, dtype=torch.float64), torch.zeros(n + p, n + p, dtype=torch.float64), 0
+    s, L, at = (
+        torch.zeros(n + p, dtype=torch.float64),
+        torch.zeros(n + p, n + p, dtype=torch.float64),
+        0,
+    )
     for count in problem.counts:
         if count == 0:
             continue
@@ -292,7 +306,9 @@ def _centred(problem: _Problem, point: _Point, weight: float) -> tuple[_Point, f
     low, high = top * (1 + 1 / weight), top * (1 + p / weight)
     for _ in range(40 if p > 1 else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if float((values / (middle - values)).sum()) > weight else (low, middle)
+        low, high = (
+            (middle, high) if float((values / (middle - values)).sum()) > weight else (low, middle)
+        )
     if not 0 < high < math.inf:
         return point, tau
     rest = own / -high
@@ -309,7 +325,13 @@ def _centred(problem: _Problem, point: _Point, weight: float) -> tuple[_Point, f
 
 
 def _descend(
-    problem: _Problem, point: _Point, weight: float, steps: int, gap: float, enough: float, deadline: float
+    problem: _Problem,
+    point: _Point,
+    weight: float,
+    steps: int,
+    gap: float,
+    enough: float,
+    deadline: float,
 ) -> tuple[list[_Point], int]:
     """Newton's method on `ρ·log τ − log det(I − RRᵀ)` in log theta, ρ growing whenever a step lands near its minimum.
 
@@ -345,7 +367,9 @@ def _descend(
     return [*path, best], steps
 
 
-def _line(problem: _Problem, point: _Point, d: Tensor, decrement: float, weight: float) -> tuple[_Point | None, float]:
+def _line(
+    problem: _Problem, point: _Point, d: Tensor, decrement: float, weight: float
+) -> tuple[_Point | None, float]:
     """A step along d that pays, and its length: `AHEAD/(1 + λ)`, halved until it does."""
     n, value = problem.n, -2 * float(point.factor.diagonal().log().sum())
     guess = AHEAD / (1 + math.sqrt(max(decrement, 0.0)))
@@ -364,7 +388,9 @@ def _proved(maps: Reduced, problem: _Problem, point: _Point, taken: int) -> Mult
     """The smallest of a few constants just above the least one for these multipliers that the factorisation proves."""
     n = problem.n
     s = point.theta[:n]
-    least = least_tau(problem, s, point.factor) if n else float(torch.linalg.eigvalsh(problem.K)[-1])
+    least = (
+        least_tau(problem, s, point.factor) if n else float(torch.linalg.eigvalsh(problem.K)[-1])
+    )
     sigma = s.sqrt()
     floor = _NOISE * float(torch.linalg.vector_norm(maps.slack[n:])) + 1e-290
     for more in (1e-9, 1e-7, 1e-5, 1e-3, 1e-1):
@@ -387,7 +413,9 @@ def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
     trace = inflate(trace * (1 + gamma(d + n + 64, torch.float64)))
     error = gamma(d + n + 64, torch.float64) * trace + 1e-290
     apart = inflate(
-        float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290
+        float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9)
+        + 16 * _U * math.sqrt(trace)
+        + 1e-290
     )
     if apart >= 0.5:
         return False

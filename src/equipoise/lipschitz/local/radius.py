@@ -24,7 +24,14 @@ from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, holds_at, integral_radius, less, relaxed_radius, together_radius
+from equipoise.lipschitz.local.integral import (
+    Case,
+    holds_at,
+    integral_radius,
+    less,
+    relaxed_radius,
+    together_radius,
+)
 from equipoise.lipschitz.local.measure import evaluate
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -229,7 +236,9 @@ class Certifier:
         chain = chain_total(self.run)
         whole = exp_up(min(self.run.fused, math.inf if chain is None else chain))
         both = inflate(math.sqrt(2) * whole * factors["l2"])
-        self.constants["global"] = torch.full((self.classes, self.classes), both, dtype=torch.float64)
+        self.constants["global"] = torch.full(
+            (self.classes, self.classes), both, dtype=torch.float64
+        )
 
         pairs = pair_constants(self.run)
         if pairs is None:
@@ -269,7 +278,9 @@ class Certifier:
                 self.rounding.require(torch.float32)
         except Refused as reason:
             if self.deployed is not None:
-                raise Refused(f"there are no radii for a pass in {self.deployed}: {reason}") from reason
+                raise Refused(
+                    f"there are no radii for a pass in {self.deployed}: {reason}"
+                ) from reason
 
     def radii(
         self,
@@ -327,16 +338,28 @@ class Certifier:
         if labels is None:
             return None
         if not isinstance(labels, Tensor):
-            raise InputError(f"labels must be a tensor of {count} integers, got {type(labels).__name__}")
-        whole = not labels.is_floating_point() and not labels.is_complex() and labels.dtype != torch.bool
-        if not whole or labels.shape != (count,) or bool(((labels < 0) | (labels >= self.classes)).any()):
+            raise InputError(
+                f"labels must be a tensor of {count} integers, got {type(labels).__name__}"
+            )
+        whole = (
+            not labels.is_floating_point()
+            and not labels.is_complex()
+            and labels.dtype != torch.bool
+        )
+        if (
+            not whole
+            or labels.shape != (count,)
+            or bool(((labels < 0) | (labels >= self.classes)).any())
+        ):
             raise InputError(
                 f"labels must be {count} integers from 0 to {self.classes - 1}, got shape {tuple(labels.shape)} of "
                 f"{labels.dtype}"
             )
         return labels.detach().long().cpu()
 
-    def _chunk(self, x: Tensor, labels: Tensor | None, epsilon: float | None, seconds: float | None) -> Any:
+    def _chunk(
+        self, x: Tensor, labels: Tensor | None, epsilon: float | None, seconds: float | None
+    ) -> Any:
         """The rows of some samples, one by one."""
         began = time.process_time()
         values, error = self.logits(x)
@@ -348,14 +371,20 @@ class Certifier:
         evaluated = (values.gather(1, y[:, None]) - values).masked_fill(own, math.inf)
         margins = evaluated - inflate(error.gather(1, y[:, None]) + error)
         margins = margins - 2.0**-50 * (margins.abs() + 2 * values.abs().amax(1, keepdim=True))
-        margins = margins.masked_fill(own, math.inf).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        margins = margins.masked_fill(own, math.inf).nan_to_num(
+            nan=-math.inf, posinf=math.inf, neginf=-math.inf
+        )
 
         stacked = torch.stack(list(self.constants.values()))
         best = stacked.amin(0)[y]  # (samples, classes)
-        radii = torch.where(margins > 0, deflate(margins / best), 0.0).nan_to_num(nan=0.0, posinf=LARGEST)
+        radii = torch.where(margins > 0, deflate(margins / best), 0.0).nan_to_num(
+            nan=0.0, posinf=LARGEST
+        )
         radii = radii.masked_fill(own, math.inf).clamp_max(LARGEST)
         known = radii.amin(1)
-        deployed = self._deployed(x, y, margins, best, known) if self.deployed is not None else known
+        deployed = (
+            self._deployed(x, y, margins, best, known) if self.deployed is not None else known
+        )
         each = (time.process_time() - began) / len(x)
 
         for n in range(len(x)):
@@ -398,28 +427,46 @@ class Certifier:
         off = self.rounding.deployed(x, inflate(radius * root))
         return inflate(off.gather(1, labels[:, None]) + off)
 
-    def _deployed(self, x: Tensor, labels: Tensor, margins: Tensor, constants: Tensor, known: Tensor) -> Tensor:
+    def _deployed(
+        self, x: Tensor, labels: Tensor, margins: Tensor, constants: Tensor, known: Tensor
+    ) -> Tensor:
         """The largest radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball."""
         low, high = torch.zeros_like(known), known.clone()
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
         for _ in range(_BISECTIONS):
-            middle = torch.where(high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2)
+            middle = torch.where(
+                high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2
+            )
             left = less(margins, self._lost(x, labels, middle))
             holds = ((left > inflate(constants * middle[:, None])) | own).all(1) & (middle > 0)
             low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
         return low
 
-    def _improve(self, x: Tensor, margins: Tensor, row: dict[str, Any], epsilon: float | None, deadline: float) -> None:
+    def _improve(
+        self,
+        x: Tensor,
+        margins: Tensor,
+        row: dict[str, Any],
+        epsilon: float | None,
+        deadline: float,
+    ) -> None:
         """Larger radii by the relaxation and by multipliers, where there are any."""
         if self.network is None or row["radius"] >= (LARGEST if epsilon is None else epsilon):
             return
         label = row["label"]
         others = [k for k in range(self.classes) if k != label]
         eye = torch.eye(self.classes, dtype=torch.float64)
-        case = Case(self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline)
+        case = Case(
+            self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline
+        )
         radius, limiting, method = self._local(case, row["radius"], epsilon)
         if radius > row["radius"]:
-            row.update(radius=radius, rival=others[limiting], margin=float(margins[others[limiting]]), method=method)
+            row.update(
+                radius=radius,
+                rival=others[limiting],
+                margin=float(margins[others[limiting]]),
+                method=method,
+            )
 
         if self.deployed is not None:
             y = torch.tensor([label])
@@ -428,7 +475,8 @@ class Certifier:
                 return self._lost(x, y, torch.tensor([radius], dtype=torch.float64))[0][others]
 
             row["deployed"] = max(
-                row["deployed"], self._local(replace(case, lost=lost, bounds={}), row["deployed"], epsilon)[0]
+                row["deployed"],
+                self._local(replace(case, lost=lost, bounds={}), row["deployed"], epsilon)[0],
             )
 
     def _local(self, case: Case, known: float, epsilon: float | None) -> tuple[float, int, str]:
@@ -443,7 +491,12 @@ class Certifier:
             self._say("the relaxation proved nothing for some inputs")
 
         base = max(radius, known)
-        if self.norm == "l2" and self.effort != "relaxation" and base > 0 and time.process_time() < case.deadline:
+        if (
+            self.norm == "l2"
+            and self.effort != "relaxation"
+            and base > 0
+            and time.process_time() < case.deadline
+        ):
             more, limiting = integral_radius(case, base)
             if more > base:
                 best = more, limiting, "integral"

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.backward import Ball, finish, lower_bounds, walk
@@ -66,7 +67,8 @@ class Relaxation:
     def copy(self) -> Relaxation:
         """The same numbers, detached."""
         parts = [
-            {i: t.detach().clone() for i, t in part.items()} for part in (self.lower, self.upper, self.log_penalty)
+            {i: t.detach().clone() for i, t in part.items()}
+            for part in (self.lower, self.upper, self.log_penalty)
         ]
         return Relaxation(*parts)
 
@@ -82,7 +84,9 @@ def usual_slopes(ball: Ball, k: int, rows: int) -> Relaxation:
         relaxation.upper[i] = lines.upper.expand(rows, -1).clone()
         if ball.norm == "l2":
             rho = max(layer_radius(ball, node.source), 1e-100)
-            relaxation.log_penalty[i] = torch.full((rows, 1), math.log(1e-2 / rho), dtype=torch.float64)
+            relaxation.log_penalty[i] = torch.full(
+                (rows, 1), math.log(1e-2 / rho), dtype=torch.float64
+            )
     return relaxation
 
 
@@ -96,18 +100,25 @@ def relaxed_bounds(ball: Ball, k: int, rows: Tensor, relaxation: Relaxation) -> 
     """A lower bound, on the ball, of every `rows·(value of node k)`, with these slopes and λ; rounded down, differentiable."""
     spread = list(ball.spread)
     for i in relaxation.lower:
-        spread[i] = torch.zeros_like(ball.low[i])  # the offset is that of the stored slopes: they are not rounded
+        spread[i] = torch.zeros_like(
+            ball.low[i]
+        )  # the offset is that of the stored slopes: they are not rounded
 
     def through(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
         above, below = A.clamp_min(0), A.clamp_max(0)
         if i not in relaxation.lower:
             lines = ball.lines[i]
-            return above * lines.lower + below * lines.upper, above @ lines.below + below @ lines.above
+            return (
+                above * lines.lower + below * lines.upper,
+                above @ lines.below + below @ lines.above,
+            )
         g = above * relaxation.lower[i] + below * relaxation.upper[i]
         return g, _offset(ball, i, A, g, relaxation.log_penalty.get(i))
 
     bounds = finish(ball, *walk(ball.network, k, rows, through, spread, offset=True))
-    return torch.where(torch.isfinite(bounds), bounds, -math.inf)  # an optimizer may leave the floats
+    return torch.where(
+        torch.isfinite(bounds), bounds, -math.inf
+    )  # an optimizer may leave the floats
 
 
 def _offset(ball: Ball, i: int, A: Tensor, g: Tensor, log_penalty: Tensor | None) -> Tensor:
@@ -116,10 +127,15 @@ def _offset(ball: Ball, i: int, A: Tensor, g: Tensor, log_penalty: Tensor | None
     s = node.source
     assert isinstance(node.curve, Hinge)
     low, high, center = ball.low[s], ball.high[s], ball.centre[s]
-    penalty = torch.zeros(len(A), 1, dtype=torch.float64) if log_penalty is None else log_penalty.exp()
+    penalty = (
+        torch.zeros(len(A), 1, dtype=torch.float64) if log_penalty is None else log_penalty.exp()
+    )
     rho = 0.0 if log_penalty is None else layer_radius(ball, s)
     least = torch.full_like(A, math.inf)
-    for slope, a, b in ((node.curve.left, low, high.clamp_max(0)), (node.curve.right, low.clamp_min(0), high)):
+    for slope, a, b in (
+        (node.curve.left, low, high.clamp_max(0)),
+        (node.curve.right, low.clamp_min(0), high),
+    ):
         steep = A * slope - g
         ideal = center - steep / penalty.clamp_min(1e-300)
         z = torch.maximum(torch.minimum(ideal.nan_to_num(nan=0.0), b), a).detach()
@@ -192,7 +208,6 @@ def tighten(ball: Ball, k: int, deadline: float = math.inf) -> None:
     before = sum(ball.network.sizes[i] for i in ball.lines)
     if not len(open_) or 2 * len(open_) * before > INNER_NUMBERS:
         return
-    unit = torch.zeros(len(open_), ball.network.sizes[k], dtype=torch.float64)
-    unit[torch.arange(len(open_)), open_] = 1.0
+    unit = one_hot(open_, ball.network.sizes[k]).double()
     bounds, _ = optimise(ball, k, torch.cat([unit, -unit]), steps=INNER_STEPS, deadline=deadline)
     ball.narrow(k, open_, bounds)

@@ -11,8 +11,23 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, inflate
 from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
-from equipoise.lipschitz.rules.products import branch_matmul, branch_product, branch_quotient, instance_norm
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, largest, lower, norm_of, per_axis, rule
+from equipoise.lipschitz.rules.products import (
+    branch_matmul,
+    branch_product,
+    branch_quotient,
+    instance_norm,
+)
+from equipoise.lipschitz.rules.registry import (
+    Call,
+    Signal,
+    Step,
+    copies,
+    largest,
+    lower,
+    norm_of,
+    per_axis,
+    rule,
+)
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
@@ -20,7 +35,9 @@ from equipoise.norms import spectral_norm
 _aten = torch.ops.aten
 
 
-def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, label: str = "linear") -> Step:
+def matrix_step(
+    call: Call, x: Signal, weight: Tensor, bias: Tensor | None, label: str = "linear"
+) -> Step:
     """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away.
 
     Args:
@@ -41,7 +58,9 @@ def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, labe
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
     map: Map = Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
-    return Step(((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map)
+    return Step(
+        ((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map
+    )
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,7 +74,10 @@ def linear(call: Call) -> Step:
     return matrix_step(call, call.x, call.constant("weight"), call.constant("bias"))
 
 
-@rule(*(f"aten.conv{d}d.{o}" for d in (1, 2, 3) for o in ("default", "padding")), "aten.convolution.default")
+@rule(
+    *(f"aten.conv{d}d.{o}" for d in (1, 2, 3) for o in ("default", "padding")),
+    "aten.convolution.default",
+)
 def convolution(call: Call) -> Step:
     """A convolution with the padding, stride, dilation, groups and input size of this very call."""
     x, weight = call.x, call.constant("weight")
@@ -105,24 +127,34 @@ def conv_transpose(call: Call) -> Step:
     stride = per_axis(call["stride"], dims)
     dilation = per_axis(call["dilation"], dims)
     amount = [(p, p) for p in per_axis(call["padding"], dims)]
-    plain = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount)
+    plain = linear_maps.convolution(
+        weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount
+    )
     sizes = zip(plain.axes, call.shape[-dims:], x.shape[-dims:], strict=True)
     form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
     return _conv_step(call, form, None, "transposed convolution")
 
 
-@rule("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default")
+@rule(
+    "aten.batch_norm.default",
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten.instance_norm.default",
+)
 def batch_norm(call: Call) -> Step:
     """In evaluation a diagonal map: max|γ|/√(var + ε), exactly; in training it mixes the batch."""
     if call.get("use_input_stats"):
         return instance_norm(call)
     mean, var = call.constant("running_mean"), call.constant("running_var")
     if call.get("training") or var is None:
-        call.refuse("batch normalisation with batch statistics mixes the samples", "call model.eval() first")
+        call.refuse(
+            "batch normalisation with batch statistics mixes the samples", "call model.eval() first"
+        )
     x = call.x
     scale = normalising(call.constant("weight"), var, float(call["eps"]))
     if not bool(torch.isfinite(scale).all()):
-        call.refuse("the running variance is negative or the scale is not finite", "check the checkpoint")
+        call.refuse(
+            "the running variance is negative or the scale is not finite", "check the checkpoint"
+        )
     bias = 0.0 if call["bias"] is None else call.constant("bias").double()
     centre = mean.double() * scale
     shift = bias - centre
@@ -160,7 +192,8 @@ def division(call: Call) -> Step:
         return branch_quotient(call, a, b)
     if isinstance(b, Signal):
         call.refuse(
-            "dividing by something that depends on the input is not Lipschitz near 0", "use a normalisation layer"
+            "dividing by something that depends on the input is not Lipschitz near 0",
+            "use a normalisation layer",
         )
     return _scaling(call, a, 1 / float64(b), rounded=True)
 
@@ -180,13 +213,21 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if c.numel() and float(c.min()) >= 0:
         low = lower(x.low * float(c.min() if x.low > 0 else c.max()))
     peak = inflate(top * x.peak)
-    return Step(((x, gain),), "scaling", offset=0.0, peak=peak, row=row, low=low, map=Scaled(c, form=form))
+    return Step(
+        ((x, gain),), "scaling", offset=0.0, peak=peak, row=row, low=low, map=Scaled(c, form=form)
+    )
 
 
 def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
     """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
-    repeated = [d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1]
-    return float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max()) if repeated else math.inf
+    repeated = [
+        d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1
+    ]
+    return (
+        float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max())
+        if repeated
+        else math.inf
+    )
 
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
@@ -215,13 +256,21 @@ def _interpolation(call: Call) -> Step | None:
     if call.get("alpha", 1) != 1:
         return None
     for mixed, n in ((call["self"], call["other"]), (call["other"], call["self"])):
-        if not isinstance(mixed, Signal) or not isinstance(n, Signal) or mixed.node.target is not _aten.mul.Tensor:
+        if (
+            not isinstance(mixed, Signal)
+            or not isinstance(n, Signal)
+            or mixed.node.target is not _aten.mul.Tensor
+        ):
             continue
         factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
         for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():
             if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1:
                 continue
-            if gap.node.target is not _aten.sub.Tensor or gap.node.kwargs or gap.node.args[1] is not n.node:
+            if (
+                gap.node.target is not _aten.sub.Tensor
+                or gap.node.kwargs
+                or gap.node.args[1] is not n.node
+            ):
                 continue
             h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
             if h is None or not h.shape == n.shape == z.shape == call.shape:
@@ -266,7 +315,9 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
             weights.append(factor)
             peak = inflate(peak + size * value.peak)
             norm = inflate(norm + grown * value.norm)
-            row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+            row = (
+                inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+            )
             if factor:
                 low = lower(low + factor * (value.low if factor > 0 else value.peak))
         else:
@@ -277,7 +328,9 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
             peak = inflate(peak + largest(c))
             norm = inflate(norm + length)
             offset = inflate(offset + length)
-            row = inflate(row + (float(frobenius(spread, (-1,)).max()) if call.shape else largest(c)))
+            row = inflate(
+                row + (float(frobenius(spread, (-1,)).max()) if call.shape else largest(c))
+            )
             low = lower(low + float(c.min()))
     if len(gains) > 1:
         label = "sum" if min(weights) > 0 else "difference"

@@ -10,13 +10,25 @@ from typing import Any
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.rules import shapes
 from equipoise.lipschitz.rules.affine import by_matrices
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest, root
+from equipoise.lipschitz.rules.registry import (
+    Call,
+    Signal,
+    Step,
+    complex_rule,
+    copies,
+    largest,
+    root,
+)
 
 
 def _transform(call: Call, count: int, gain: float) -> Step:
     """`normalization`: 0 none, 1 divided by √N, 2 by N."""
     scale = (1.0, 1 / root(count) * (1 + 2.0**-50), 1 / count * (1 + 2.0**-50))
-    return Step(((call.x, inflate(gain * scale[int(call["normalization"])])),), "Fourier transform", offset=0.0)
+    return Step(
+        ((call.x, inflate(gain * scale[int(call["normalization"])])),),
+        "Fourier transform",
+        offset=0.0,
+    )
 
 
 @complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
@@ -75,7 +87,12 @@ def scaling(call: Call) -> Step:
     """By a constant: max|c|."""
     x, constant = _factors(call)
     top = inflate(largest(constant))
-    return Step(((x, inflate(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=inflate(top * x.peak))
+    return Step(
+        ((x, inflate(top * copies(x, call.shape))),),
+        "scaling",
+        offset=0.0,
+        peak=inflate(top * x.peak),
+    )
 
 
 @complex_rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default")
@@ -88,5 +105,7 @@ def _factors(call: Call) -> tuple[Signal, Any]:
     """The factor that depends on the input, and the constant one."""
     a, b = list(call.arguments.values())[:2]
     if isinstance(a, Signal) and isinstance(b, Signal):
-        call.refuse("a product of two spectra that depend on the input", "bound the parts separately")
+        call.refuse(
+            "a product of two spectra that depend on the input", "bound the parts separately"
+        )
     return (a, b) if isinstance(a, Signal) else (b, a)

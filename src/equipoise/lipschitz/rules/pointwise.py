@@ -18,7 +18,17 @@ from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Scaled
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
 from equipoise.maps.linear import Diagonal
-from equipoise.maps.pointwise import TABLE, Pointwise, celu, clamp, elu, gelu, hinge, softplus, softshrink
+from equipoise.maps.pointwise import (
+    TABLE,
+    Pointwise,
+    celu,
+    clamp,
+    elu,
+    gelu,
+    hinge,
+    softplus,
+    softshrink,
+)
 
 _aten = torch.ops.aten
 
@@ -37,7 +47,15 @@ def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
-    return Step(((x, curve.gain),), label, offset=offset, peak=peak, low=_lowest(curve, x), map=curve, note=note)
+    return Step(
+        ((x, curve.gain),),
+        label,
+        offset=offset,
+        peak=peak,
+        low=_lowest(curve, x),
+        map=curve,
+        note=note,
+    )
 
 
 def _lowest(curve: Pointwise, x: Signal) -> float:
@@ -119,13 +137,22 @@ def softplus_(call: Call) -> Step:
     """`log(1 + e^{βx})/β`: slopes in [0, 1]. PyTorch returns x above βx = threshold; see `values` for what is promised."""
     beta, threshold = float(call["beta"]), float(call["threshold"])
     if not (beta > 0 and threshold >= 20):
-        call.refuse("softplus with a threshold below 20 jumps where it turns into x", "use the default threshold of 20")
+        call.refuse(
+            "softplus with a threshold below 20 jumps where it turns into x",
+            "use the default threshold of 20",
+        )
     jump = math.log1p(math.exp(-threshold)) / beta
     note = f"for log(1 + exp({beta:g}·x))/{beta:g}; PyTorch's own jumps by {jump:.1e} at x = {threshold / beta:g}"
     return pointwise(call, softplus(beta), "softplus", note)
 
 
-@rule(*(f"aten.{name}.{kind}" for name in ("clamp", "clamp_min", "clamp_max") for kind in ("default", "Tensor")))
+@rule(
+    *(
+        f"aten.{name}.{kind}"
+        for name in ("clamp", "clamp_min", "clamp_max")
+        for kind in ("default", "Tensor")
+    )
+)
 @rule("aten.hardtanh.default")
 def clipped(call: Call) -> Step:
     """Clipping to constants: slopes 0 and 1."""
@@ -189,7 +216,9 @@ def _steep(call: Call, steep: _Steep, label: str) -> Step:
     )
     step = pointwise(call, curve, label)
     least = min(values)
-    return replace(step, low=max(step.low, least - 1e-12 * abs(least)) if math.isfinite(least) else step.low)
+    return replace(
+        step, low=max(step.low, least - 1e-12 * abs(least)) if math.isfinite(least) else step.low
+    )
 
 
 def _number(function: Callable[[float], float], t: float) -> float:
@@ -215,7 +244,11 @@ def power(call: Call) -> Step:
         call.refuse(f"the power {p:g} of negative numbers is not real")
     exponent = int(p) if p == int(p) else p  # whole powers of negative numbers are real
     start = 0.0 if p < 1 else -math.inf
-    return _steep(call, _Steep(lambda t: t.pow(exponent), lambda t: p * t ** (exponent - 1), start), f"power {p:g}")
+    return _steep(
+        call,
+        _Steep(lambda t: t.pow(exponent), lambda t: p * t ** (exponent - 1), start),
+        f"power {p:g}",
+    )
 
 
 # --- what has no constant ---------------------------------------------------------------------------------------------------
@@ -229,7 +262,9 @@ _DECISIONS = ("gt", "lt", "ge", "le", "eq", "ne", "fmod", "remainder")
 
 @rule(*(f"aten.{_name}.default" for _name in _JUMPS))
 @rule(*(f"aten.{_name}.{_kind}" for _name in _DECISIONS for _kind in ("Scalar", "Tensor")))
-@rule("aten.round.decimals", "aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.bernoulli.default")
+@rule(
+    "aten.round.decimals", "aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.bernoulli.default"
+)
 def jumps(call: Call) -> Step:
     """Discontinuous, or a decision, after which something jumps unless both sides meet there, which is not looked at."""
     call.refuse(

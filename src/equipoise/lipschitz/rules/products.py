@@ -12,7 +12,16 @@ from torch import fx
 
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.operations import Normalised, Opaque, Product
-from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, largest, norm_of, rule
+from equipoise.lipschitz.rules.registry import (
+    BALL,
+    Call,
+    Signal,
+    Step,
+    copies,
+    largest,
+    norm_of,
+    rule,
+)
 from equipoise.lipschitz.rules.shapes import SOFTMAX
 from equipoise.maps.pointwise import TABLE
 
@@ -28,7 +37,9 @@ def softmax(call: Call) -> Step:
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     size = inflate(math.sqrt(x.numel // max(1, x.shape[call["dim"]])))
     row = 1.0 if last else math.inf
-    return Step(((x, 0.5),), "softmax", map=Product(), norm=size, row=row, peak=1.0, low=0.0, offset=size)
+    return Step(
+        ((x, 0.5),), "softmax", map=Product(), norm=size, row=row, peak=1.0, low=0.0, offset=size
+    )
 
 
 @rule("aten.log_softmax.int", "aten._log_softmax.default")
@@ -44,10 +55,16 @@ def log_softmax(call: Call) -> Step:
 def logsumexp(call: Call) -> Step:
     """1: the gradient is a probability vector."""
     x = call.x
-    return Step(((x, 1.0),), "logsumexp", offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))))
+    return Step(
+        ((x, 1.0),),
+        "logsumexp",
+        offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))),
+    )
 
 
-def _normalised(call: Call, size: int, repeat: int, label: str, centred: bool | None = None) -> Step:
+def _normalised(
+    call: Call, size: int, repeat: int, label: str, centred: bool | None = None
+) -> Step:
     """Groups of `size` entries divided by √(var + ε) (or the root mean square), scaled by γ and shifted by β.
 
     The Jacobian of `x ↦ (x − mean)/√(var + ε)` has norm at most 1/√(var + ε); a normalised group has norm at most √size.
@@ -62,7 +79,9 @@ def _normalised(call: Call, size: int, repeat: int, label: str, centred: bool | 
     x, weight, bias = call.x, call.constant("weight"), call.constant("bias")
     eps = torch.finfo(x.dtype).eps if call["eps"] is None else float(call["eps"])
     if not eps > 0:
-        call.refuse("a normalisation with ε = 0 is not Lipschitz near constant inputs", "set eps > 0")
+        call.refuse(
+            "a normalisation with ε = 0 is not Lipschitz near constant inputs", "set eps > 0"
+        )
     if x.dtype == torch.float32:
         eps = min(eps, float(torch.tensor(eps, dtype=torch.float32)))
     top = 1.0 if weight is None else largest(weight)
@@ -97,7 +116,9 @@ def layer_norm(call: Call) -> Step:
 def group_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space."""
     shape = call.x.shape
-    return _normalised(call, math.prod(shape[1:]) // int(call["num_groups"]), math.prod(shape[2:]), "group norm")
+    return _normalised(
+        call, math.prod(shape[1:]) // int(call["num_groups"]), math.prod(shape[2:]), "group norm"
+    )
 
 
 def instance_norm(call: Call) -> Step:
@@ -112,7 +133,9 @@ def instance_norm(call: Call) -> Step:
 
 
 def _unbounded(call: Call, what: str) -> NoReturn:
-    call.refuse(f"{what} is not Lipschitz on the whole space, and its factors are not bounded here", BALL)
+    call.refuse(
+        f"{what} is not Lipschitz on the whole space, and its factors are not bounded here", BALL
+    )
 
 
 def _whole(a: Signal, call: Call) -> float:
@@ -140,7 +163,15 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     norm = min((n for n in norms if not math.isnan(n)), default=math.inf)  # ∞·0
     low = 0.0 if a.node is b.node or min(a.low, b.low) >= 0 else -math.inf
     peak = inflate(a.peak * b.peak)
-    return Step(tuple(gains), "product of branches", offset=0.0, peak=peak, norm=norm, low=low, map=Product())
+    return Step(
+        tuple(gains),
+        "product of branches",
+        offset=0.0,
+        peak=peak,
+        norm=norm,
+        low=low,
+        map=Product(),
+    )
 
 
 def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
@@ -154,15 +185,29 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     bottom: Any = b.node
     if bottom.target is _aten.add.Tensor and not bottom.kwargs:
         inside, one = bottom.args
-        if isinstance(inside, fx.Node) and inside.target is _aten.abs.default and inside.args[0] is a.node and one == 1:
+        if (
+            isinstance(inside, fx.Node)
+            and inside.target is _aten.abs.default
+            and inside.args[0] is a.node
+            and one == 1
+        ):
             return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
     length = _own_length(bottom, a)
     if length is not None:
         eps, dims = length
         row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else math.inf
-        return Step(((a, inflate(copies(a, call.shape) / eps)),), "normalised", offset=0.0, peak=1.0, row=row)
+        return Step(
+            ((a, inflate(copies(a, call.shape) / eps)),),
+            "normalised",
+            offset=0.0,
+            peak=1.0,
+            row=row,
+        )
     if not b.low > 0:
-        call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
+        call.refuse(
+            "dividing one branch by another is not Lipschitz near 0",
+            "use a normalisation layer with an ε",
+        )
     if not math.isfinite(a.peak):
         _unbounded(call, "a quotient of two branches")
     least = deflate(b.low)
@@ -184,24 +229,57 @@ def _own_length(bottom: Any, a: Signal) -> tuple[float, list[int]] | None:
         return None
     norm, eps = bottom.args
     lengths = (_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim)
-    if not isinstance(norm, fx.Node) or norm.target not in lengths or norm.kwargs or len(norm.args) != 4:
+    if (
+        not isinstance(norm, fx.Node)
+        or norm.target not in lengths
+        or norm.kwargs
+        or len(norm.args) != 4
+    ):
         return None
     source, order, dims, kept = tuple[Any, ...](norm.args)
-    plain = source is a.node and order in (2, None) and isinstance(dims, list | tuple) and kept is True
+    plain = (
+        source is a.node and order in (2, None) and isinstance(dims, list | tuple) and kept is True
+    )
     if not plain or not isinstance(eps, int | float) or eps <= 0:
         return None
     return float(eps), [d % len(a.shape) for d in dims]
 
 
-def _softmax_source(call: Call, node: fx.Node) -> Signal | None:
-    """The scores behind a softmax over the last dimension, through dropout and copies."""
-    while node.target in (_aten.dropout.default, _aten.contiguous.default, _aten.clone.default):
-        node = node.args[0]  # type: ignore[assignment]
+#: operations that may only copy a batch of matrices, or number it anew
+_REGROUPING = (
+    _aten.dropout.default,
+    _aten.contiguous.default,
+    _aten.clone.default,
+    _aten.expand.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+)
+
+
+def _ungrouped(call: Call, a: Signal) -> Signal:
+    """The signal behind copies of a batch of matrices: as many matrices of the same shape, each with the same entries."""
+    while a.node.target in _REGROUPING:
+        source = call.lookup(a.node.args[0])  # type: ignore[arg-type]
+        same = isinstance(source, Signal) and source.numel == a.numel
+        if not same or source.shape[-2:] != a.shape[-2:]:
+            break
+        a = source
+    return a
+
+
+def _softmax_source(call: Call, a: Signal) -> Signal | None:
+    """The scores behind a softmax over the last dimension."""
+    node = _ungrouped(call, a).node
     if node.target not in SOFTMAX:
         return None
     scores = call.lookup(node.args[0])  # type: ignore[arg-type]
     dim: int = node.args[1]  # type: ignore[assignment]
-    return scores if isinstance(scores, Signal) and dim % len(scores.shape) == len(scores.shape) - 1 else None
+    return (
+        scores
+        if isinstance(scores, Signal) and dim % len(scores.shape) == len(scores.shape) - 1
+        else None
+    )
 
 
 def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
@@ -213,11 +291,15 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
         b: those on the right.
     """
     if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[:-2] != b.shape[:-2]:
-        call.refuse("a product of branches with broadcasting", "expand both to the same batch dimensions")
-    scores = _softmax_source(call, a.node)
+        call.refuse(
+            "a product of branches with broadcasting", "expand both to the same batch dimensions"
+        )
+    scores = _softmax_source(call, a)
     if scores is not None:
         return _attention(call, scores, b)
-    size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
+    size_a = min(
+        a.norm, inflate(math.sqrt(a.shape[-2]) * a.row)
+    )  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
     size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row), _transposed_norm(call, b))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
@@ -227,6 +309,7 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
 
 def _transposed_norm(call: Call, b: Signal) -> float:
     """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
+    b = _ungrouped(call, b)
     node = b.node
     if node.target is not _aten.transpose.int:
         return math.inf

@@ -65,7 +65,9 @@ def vector_norm(call: Call) -> Step:
     """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2."""
     order = call.get("ord", call.get("p"))
     if order is not None and order < 2:
-        call.refuse(f"the ℓ{order:g} norm has no rule", "use the ℓ2 norm, or sums of absolute values")
+        call.refuse(
+            f"the ℓ{order:g} norm has no rule", "use the ℓ2 norm, or sums of absolute values"
+        )
     return Step(((call.x, 1.0),), "vector norm", offset=0.0, low=0.0)
 
 
@@ -85,7 +87,10 @@ def _max_pool(call: Call, *, d: int) -> Step:
         pixels = torch.arange(out)[:, None] * s - p + torch.arange(k) * dilation
         inside = (pixels >= 0) & (pixels < n)
         if not bool(inside.any(1).all()):
-            call.refuse("a window holds nothing but padding, so its maximum is −∞", "pad less, or dilate less")
+            call.refuse(
+                "a window holds nothing but padding, so its maximum is −∞",
+                "pad less, or dilate less",
+            )
         windows *= most_frequent(torch.where(inside, pixels + 1, 0))
     return _pooled(call, windows, d)
 
@@ -103,7 +108,9 @@ def _pooled(call: Call, windows: int, d: int) -> Step:
     return carried(call.x, root(windows), "max pooling", Largest(windows, sliding=True, dims=d))
 
 
-def _linear_step(call: Call, x: Signal, matrices: list[Tensor], label: str, map: Map, factor: float = 1.0) -> Step:
+def _linear_step(
+    call: Call, x: Signal, matrices: list[Tensor], label: str, map: Map, factor: float = 1.0
+) -> Step:
     """A Kronecker product of 1-D matrices, `factor` times: the product of their norms."""
     below, above = abs(factor), inflate(abs(factor))
     peak = above
@@ -116,7 +123,15 @@ def _linear_step(call: Call, x: Signal, matrices: list[Tensor], label: str, map:
             peak = inflate(peak * float(matrix.double().abs().sum(1).max()) * rounding)
     low = 0.0 if isinstance(map, Average) and x.low >= 0 else -math.inf
     bracket = Bracket(below, above, method="1-D matrices")
-    return Step(((x, above),), label, bracket=bracket, offset=0.0, peak=inflate(peak * x.peak), low=low, map=map)
+    return Step(
+        ((x, above),),
+        label,
+        bracket=bracket,
+        offset=0.0,
+        peak=inflate(peak * x.peak),
+        low=low,
+        map=map,
+    )
 
 
 def _avg_pool(call: Call, *, d: int) -> Step:
@@ -126,7 +141,9 @@ def _avg_pool(call: Call, *, d: int) -> Step:
     if call.get("divisor_override") is not None:
         call.refuse("an average with another divisor", "divide by a constant after a plain average")
     matrices = []
-    for size, *axis in zip(call.x.shape[-d:], kernel, stride, per_axis(call["padding"], d), strict=True):
+    for size, *axis in zip(
+        call.x.shape[-d:], kernel, stride, per_axis(call["padding"], d), strict=True
+    ):
         eye = torch.eye(size, dtype=torch.float64)[:, None]
         settings: Any = (*axis, bool(call["ceil_mode"]), bool(call["count_include_pad"]))
         matrices.append(torch.nn.functional.avg_pool1d(eye, *settings)[:, 0].mT)
@@ -144,12 +161,19 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     matrices = []
     for axis, n in enumerate(sizes):
         if n * math.prod(sizes) > 60_000_000:
-            call.refuse("the input is too large to read off the resampling matrix", "bound it on a smaller input")
+            call.refuse(
+                "the input is too large to read off the resampling matrix",
+                "bound it on a smaller input",
+            )
         shape = [n, 1, *[1] * d]
         shape[2 + axis] = n
         probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes).contiguous()
         with torch.no_grad():
-            answer = operation(probe, *call.node.args[1:], **call.node.kwargs).movedim(2 + axis, 1).flatten(2)
+            answer = (
+                operation(probe, *call.node.args[1:], **call.node.kwargs)
+                .movedim(2 + axis, 1)
+                .flatten(2)
+            )
         if bool((answer.amax(-1) - answer.amin(-1) > 1e-5).any()):
             call.refuse("this resampling is not separable")
         matrices.append(answer[..., 0].mT)
@@ -163,7 +187,9 @@ _UPSAMPLERS = (
     "_upsample_nearest_exact3d",
 )  # fmt: skip
 for _d in (1, 2, 3):
-    rule(f"aten.max_pool{_d}d.default", f"aten.max_pool{_d}d_with_indices.default")(functools.partial(_max_pool, d=_d))
+    rule(f"aten.max_pool{_d}d.default", f"aten.max_pool{_d}d_with_indices.default")(
+        functools.partial(_max_pool, d=_d)
+    )
     rule(f"aten.adaptive_max_pool{_d}d.default")(functools.partial(_adaptive_max_pool, d=_d))
     rule(f"aten.avg_pool{_d}d.default")(functools.partial(_avg_pool, d=_d))
     rule(f"aten.adaptive_avg_pool{_d}d.default")(
@@ -188,7 +214,17 @@ def sort(call: Call) -> Step:
 
 
 @rule(
-    *(f"aten.{name}" for name in ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default"))
+    *(
+        f"aten.{name}"
+        for name in (
+            "amax.default",
+            "amin.default",
+            "max.dim",
+            "min.dim",
+            "max.default",
+            "min.default",
+        )
+    )
 )
 def extreme(call: Call) -> Step:
     """The largest or smallest of disjoint sets of entries: 1, the values only."""
@@ -282,6 +318,11 @@ def _identity(argument: Any, depth: int = 4) -> Any:
     """What a tensor is computed from, so that `x[:, :2]` taken twice is one thing: every operation here is a function."""
     if isinstance(argument, list | tuple):
         return tuple(_identity(a, depth) for a in argument)
-    if not isinstance(argument, fx.Node) or argument.op != "call_function" or argument.kwargs or not depth:
+    if (
+        not isinstance(argument, fx.Node)
+        or argument.op != "call_function"
+        or argument.kwargs
+        or not depth
+    ):
         return argument
     return argument.target, _identity(argument.args, depth - 1)

@@ -75,17 +75,31 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.combine not in ("sum", "root"):
-            raise InputError(f"{self.label}: gains are combined by 'sum' or 'root', got {self.combine!r}")
+            raise InputError(
+                f"{self.label}: gains are combined by 'sum' or 'root', got {self.combine!r}"
+            )
         if any(isinstance(gain, Bound | Bracket) for _, gain in self.gains):
-            object.__setattr__(self, "gains", tuple((s, as_upper(gain, "gain")) for s, gain in self.gains))
-        if isinstance(self.map, Copy) and self.map.same and any(gain != 1 for _, gain in self.gains):
-            raise InputError(f"{self.label}: entries that stay what and where they are have the gain 1")
+            object.__setattr__(
+                self, "gains", tuple((s, as_upper(gain, "gain")) for s, gain in self.gains)
+            )
+        if (
+            isinstance(self.map, Copy)
+            and self.map.same
+            and any(gain != 1 for _, gain in self.gains)
+        ):
+            raise InputError(
+                f"{self.label}: entries that stay what and where they are have the gain 1"
+            )
         if isinstance(self.map, Pointwise):
             object.__setattr__(self, "slopes", self.map.slopes)
         elif self.slopes is not None:
             if not isinstance(self.map, Opaque) or len(self.gains) != 1:
-                raise InputError(f"{self.label}: slopes belong to a function of one tensor, entry by entry")
-            object.__setattr__(self, "map", Pointwise((float(self.slopes[0]), float(self.slopes[1]))))
+                raise InputError(
+                    f"{self.label}: slopes belong to a function of one tensor, entry by entry"
+                )
+            object.__setattr__(
+                self, "map", Pointwise((float(self.slopes[0]), float(self.slopes[1])))
+            )
 
     @property
     def curve(self) -> Pointwise | None:
@@ -98,7 +112,9 @@ class Step:
         return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
 
 
-def carried(x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf) -> Step:
+def carried(
+    x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf
+) -> Step:
     """The step of an operation that is 0 at 0, and whose entries never leave the range of those of x.
 
     Args:
@@ -108,7 +124,9 @@ def carried(x: Signal, gain: float, label: str, map: Map | None = None, row: flo
         map: what the operation is, where that is known.
         row: bound of the ℓ2 norm of every row of the result.
     """
-    return Step(((x, gain),), label, offset=0.0, peak=x.peak, row=row, low=x.low, map=map or Opaque())
+    return Step(
+        ((x, gain),), label, offset=0.0, peak=x.peak, row=row, low=x.low, map=map or Opaque()
+    )
 
 
 def unchanged(x: Signal) -> Step:
@@ -165,10 +183,14 @@ class Call:
         """An argument that must not depend on the input."""
         value = self.arguments.get(name)
         if isinstance(value, Signal):
-            self.refuse(f"argument {name!r} depends on the input", "keep weights independent of the input")
+            self.refuse(
+                f"argument {name!r} depends on the input", "keep weights independent of the input"
+            )
         return value
 
-    def refuse(self, why: str, todo: str = "bound the parts around it separately, or register a rule") -> NoReturn:
+    def refuse(
+        self, why: str, todo: str = "bound the parts around it separately, or register a rule"
+    ) -> NoReturn:
         """Refuse with the node, its module, its source line, the reason and what to do."""
         raise Refused(f"{where(self.node)}: {self.node.target}: {why}; {todo}")
 
@@ -179,13 +201,17 @@ _RULES: dict[str, Rule] = {}
 _COMPLEX: dict[str, Rule] = {}
 
 
-def _keeps(table: dict[str, Rule], names: Iterable[str], override: bool = False) -> Callable[[Rule], Rule]:
+def _keeps(
+    table: dict[str, Rule], names: Iterable[str], override: bool = False
+) -> Callable[[Rule], Rule]:
     """Decorator: put a function into the table under these names."""
 
     def keep(function: Rule) -> Rule:
         for name in names:
             if name in table and not override:
-                raise InputError(f"{name} has a rule already; use register_rule(..., override=True) to replace it")
+                raise InputError(
+                    f"{name} has a rule already; use register_rule(..., override=True) to replace it"
+                )
             table[name] = function
         return function
 
@@ -213,7 +239,9 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
     >>> _ = _RULES.pop("mylib.double.default")
     """
     if not names or not all(isinstance(n, str) and n.count(".") >= 2 for n in names):
-        raise InputError(f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}")
+        raise InputError(
+            f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}"
+        )
     return _keeps(_RULES, names, override)
 
 
@@ -326,7 +354,9 @@ def copies(signal: Signal, shape: tuple[int, ...]) -> float:
     return root(max(1, times))
 
 
-def repeated(call: "Call", values: Iterable[Any]) -> tuple[tuple[tuple[Signal, float], ...], float, float]:
+def repeated(
+    call: "Call", values: Iterable[Any]
+) -> tuple[tuple[tuple[Signal, float], ...], float, float]:
     """Tensors and numbers that broadcast to the output: the gains of the signals, the largest constant and the largest entry."""
     gains, fixed = [], 0.0
     for value in values:
@@ -345,7 +375,9 @@ def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, .
         dims: number of axes.
         default: what counts where the argument is None or empty.
     """
-    values = tuple(value) if isinstance(value, list | tuple) else () if value is None else (int(value),)
+    values = (
+        tuple(value) if isinstance(value, list | tuple) else () if value is None else (int(value),)
+    )
     values = values or tuple(default)
     return values * dims if len(values) == 1 else values
 
@@ -381,7 +413,12 @@ _CARRYING = {
     _aten.clone.default, _aten.flatten.using_ints, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default,
 }  # fmt: skip
 #: … and must end in one of these, where it is a weight of 0
-_ABSORBING = {_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default, _aten.logsumexp.default}
+_ABSORBING = {
+    _aten.softmax.int,
+    _aten._softmax.default,
+    _aten._safe_softmax.default,
+    _aten.logsumexp.default,
+}
 #: limits that may be open on this side, and orders of norms
 _OPEN = {"min": -1, "min_val": -1, "max": 1, "max_val": 1, "ord": 1, "p": 1}
 

@@ -37,9 +37,21 @@ INDEXED = (
     "im2col.default", "tril.default", "triu.default", "diag_embed.default",
 )  # fmt: skip
 #: several tensors that together hold every entry once
-PIECES = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unbind.int")
+PIECES = (
+    "split.Tensor",
+    "split_with_sizes.default",
+    "chunk.default",
+    "unsafe_split.Tensor",
+    "unbind.int",
+)
 #: copies, which hold the same entries
-COPIES = ("contiguous.default", "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default")
+COPIES = (
+    "contiguous.default",
+    "clone.default",
+    "alias.default",
+    "detach.default",
+    "lift_fresh_copy.default",
+)
 #: the identity on what has a bound: casts to narrow types are refused for their result
 IDENTITIES = (
     *COPIES,
@@ -106,7 +118,11 @@ def _component(call: Call) -> Step | None:
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
     along: int = x.node.args[1]  # type: ignore[assignment]
     same = dim % len(x.shape) == along % len(x.shape)
-    if not same or math.prod(call.shape) * x.shape[dim] != x.numel or not isinstance(scores, Signal):
+    if (
+        not same
+        or math.prod(call.shape) * x.shape[dim] != x.numel
+        or not isinstance(scores, Signal)
+    ):
         return None
     gains = ((scores, inflate(math.sqrt(0.125))),)
     return Step(gains, "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
@@ -120,7 +136,9 @@ def indexed(call: Call) -> Step:
     places = _places(call, x)
     gain = root(most_frequent(places))
     low = min(0.0, x.low) if bool((places == 0).any()) else x.low
-    return Step(((x, gain),), "index", offset=0.0, peak=x.peak, row=_row(x, places), low=low, map=Copy())
+    return Step(
+        ((x, gain),), "index", offset=0.0, peak=x.peak, row=_row(x, places), low=low, map=Copy()
+    )
 
 
 def most_frequent(places: Tensor) -> int:
@@ -132,7 +150,9 @@ def most_frequent(places: Tensor) -> int:
 def pieces(call: Call) -> Step:
     """All pieces together hold every entry once; `getitem` takes one."""
     x = call.x
-    splits_rows = call.node.target is _aten.unbind.int and call["dim"] % len(x.shape) == len(x.shape) - 1
+    splits_rows = (
+        call.node.target is _aten.unbind.int and call["dim"] % len(x.shape) == len(x.shape) - 1
+    )
     return carried(x, 1.0, "split", Pieces(), math.inf if splits_rows else x.row)
 
 
@@ -145,7 +165,10 @@ def getitem(call: Call) -> Step:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         call.refuse("the position of a maximum jumps with the input", "use the values only")
     if not x.pieces and index != 0:
-        call.refuse("only the first result of this operation has a rule", "use the result itself, not its statistics")
+        call.refuse(
+            "only the first result of this operation has a rule",
+            "use the result itself, not its statistics",
+        )
     map: Map = Piece(index) if x.pieces else Copy(same=True, traced=True)
     return Step(((x, 1.0),), "piece", peak=x.peak, row=x.row, norm=x.norm, low=x.low, map=map)
 
@@ -182,7 +205,14 @@ def pad(call: Call) -> Step:
     offset = inflate(abs(value) * math.sqrt(added))
     low = min(value, x.low) if fixed else x.low
     map = Padded(value if fixed else 0.0, run, form)
-    return Step(((x, gain),), f"{mode} padding", offset=offset, peak=max(x.peak, abs(value)), low=low, map=map)
+    return Step(
+        ((x, gain),),
+        f"{mode} padding",
+        offset=offset,
+        peak=max(x.peak, abs(value)),
+        low=low,
+        map=map,
+    )
 
 
 @rule("aten.where.self", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
@@ -191,7 +221,9 @@ def mask(call: Call) -> Step:
     values = dict(call.arguments)
     condition = values.pop("condition", None) if "condition" in values else values.pop("mask")
     if isinstance(condition, Signal):
-        call.refuse("the mask depends on the input, so the choice jumps", "use relu, clamp or maximum")
+        call.refuse(
+            "the mask depends on the input, so the choice jumps", "use relu, clamp or maximum"
+        )
     gains, fixed, peak = repeated(call, values.values())
     offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
     return Step(gains, "mask", "root", offset=offset, peak=peak)

@@ -33,7 +33,9 @@ _HEADS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def _network(layers: Sequence[nn.Module], head: str, features: int, classes: int, constant: float) -> nn.Module:
+def _network(
+    layers: Sequence[nn.Module], head: str, features: int, classes: int, constant: float
+) -> nn.Module:
     """The layers and a last one: `sr` and `aol` keep the logits 1-Lipschitz.
 
     With `lln`, rows of norm 1, every logit is 1-Lipschitz, the vector of them up to ‖Ŵ‖: certify by pairs
@@ -48,7 +50,9 @@ def _halved(input_size: Size, times: int) -> tuple[int, int]:
     """(height, width), refused unless they can be halved that often."""
     height, width = pair(input_size)
     if height % 2**times or width % 2**times:
-        raise InputError(f"{times} halvings need sizes divisible by 2**{times}, got {height}×{width}")
+        raise InputError(
+            f"{times} halvings need sizes divisible by 2**{times}, got {height}×{width}"
+        )
     return height, width
 
 
@@ -190,7 +194,10 @@ def liresnet(
     require_one_of(("residual", "bro"), block=block)
     share = rank if block == "bro" else None
     features = channels * (height // 4) * (width // 4)
-    layers: list[nn.Module] = [rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
+    layers: list[nn.Module] = [
+        rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2),
+        MaxMin(),
+    ]
     for _ in range(depth):
         layers += [_residual(channels, share, 3), MaxMin()]
     layers += [rescalings.SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]
@@ -280,7 +287,9 @@ def lipschitz_cnn(
     """
     height, width = _halved(input_size, len(channels))
     if len(channels) != len(depths) or not len(channels) or min(depths) < 1:
-        raise InputError(f"channels and depths need one entry per stage, depths ≥ 1, got {channels} and {depths}")
+        raise InputError(
+            f"channels and depths need one entry per stage, depths ≥ 1, got {channels} and {depths}"
+        )
     require_one_of(families(), family=family)
     act = partial(activation_named, activation)
     layers: list[nn.Module] = [] if mean is None else [Normalise(mean, [1.0] * len(mean))]

@@ -25,9 +25,15 @@ class Normalise(nn.Module):
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         if len(mean) != len(std) or not len(mean) or not all(s > 0 for s in std):
-            raise InputError(f"mean and std need one entry per channel and std > 0, got {tuple(mean)} and {tuple(std)}")
+            raise InputError(
+                f"mean and std need one entry per channel and std > 0, got {tuple(mean)} and {tuple(std)}"
+            )
         for name, values in (("mean", mean), ("std", std)):
-            self.register_buffer(name, torch.tensor([float(v) for v in values]).reshape(1, -1, 1, 1), persistent=False)
+            self.register_buffer(
+                name,
+                torch.tensor([float(v) for v in values]).reshape(1, -1, 1, 1),
+                persistent=False,
+            )
 
     def _constant(self) -> float:
         """`1/min std`."""
@@ -143,7 +149,9 @@ def cnn(
     """
     height, width = pair(input_size)
     if min(height, width) < 2 ** len(channels):
-        raise InputError(f"{len(channels)} halvings do not fit into {height}×{width} pixels; use fewer channels")
+        raise InputError(
+            f"{len(channels)} halvings do not fit into {height}×{width} pixels; use fewer channels"
+        )
     layers, features = normalising(mean, std), in_channels
     for out in channels:
         layers += [nn.Conv2d(features, out, 3, padding=1), _named(activation), nn.MaxPool2d(2)]

@@ -159,7 +159,9 @@ class BRO(Parametrization):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Random V (max(out, in), rank); its scale does not change W, but the steps of an optimizer are relative to it."""
         side = max(weight.shape)
-        return torch.randn(side, self.rank, dtype=weight.dtype, device=weight.device) / math.sqrt(side)
+        return torch.randn(side, self.rank, dtype=weight.dtype, device=weight.device) / math.sqrt(
+            side
+        )
 
     def construct(self, raw: Tensor) -> Tensor:
         """The weight."""
@@ -244,10 +246,17 @@ class BROConv2d(FrequencyConv2d):
     """
 
     def build(self, plain: nn.Conv2d, rank: int | None = None) -> None:
-        """The kernel of V."""
+        """The kernel of V.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            rank: the number of columns of V, half of the narrower side by default.
+        """
         frame = self.frame
         side, columns = max(frame.ins, frame.out), _rank(rank, frame.out, frame.ins)
-        start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(side * math.prod(frame.taps))
+        start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(
+            side * math.prod(frame.taps)
+        )
         self.raw = nn.Parameter(start.to(plain.weight))
 
     def compute(self, size: Size) -> Tensors:

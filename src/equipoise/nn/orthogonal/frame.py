@@ -16,7 +16,13 @@ from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.parametrize import Computed, ComputedLayer, check_padding, check_plain, plain_geometry
+from equipoise.nn.parametrize import (
+    Computed,
+    ComputedLayer,
+    check_padding,
+    check_plain,
+    plain_geometry,
+)
 
 Size = tuple[int, int]
 
@@ -63,7 +69,9 @@ class Frame:
     @property
     def centre(self) -> Size:
         """Position of the tap at distance zero."""
-        return self.dilation[0] * (self.taps[0] - 1) // 2, self.dilation[1] * (self.taps[1] - 1) // 2
+        return self.dilation[0] * (self.taps[0] - 1) // 2, self.dilation[1] * (
+            self.taps[1] - 1
+        ) // 2
 
     def zeros(self, axis: int) -> Size:
         """Zeros put around the image along an axis: all of the padding where the operator is a circle, else what it lacks."""
@@ -73,7 +81,11 @@ class Frame:
             reach, centre = self.dilation[axis] * (self.taps[axis] - 1), self.centre[axis]
             return (centre, reach - centre) if self.embed else (0, 0)
         (left, right), reach = self.plain.amount[axis], self.plain.axes[axis].reach
-        return (left, right) if self.embed else (max(0, left - reach // 2), max(0, right - reach + reach // 2))
+        return (
+            (left, right)
+            if self.embed
+            else (max(0, left - reach // 2), max(0, right - reach + reach // 2))
+        )
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
@@ -100,7 +112,12 @@ class Frame:
         return functional.pad(x, (left, right, top, bottom)) if top + bottom + left + right else x
 
     def leave(self, y: Tensor, size: Size) -> Tensor:
-        """The pixels that `nn.Conv2d` returns for an input of `size`."""
+        """The pixels that `nn.Conv2d` returns for an input of `size`.
+
+        Args:
+            y: the operator's image.
+            size: height and width of the input.
+        """
         for axis, (first, count) in enumerate(self.window(size)):
             if first or count != y.shape[2 + axis]:
                 y = y.narrow(2 + axis, first, count)
@@ -114,8 +131,14 @@ class Frame:
             count, (before, _) = (n + sum(pads) - reach - 1) // s + 1, self.zeros(axis)
             if count < 1:
                 k = self.plain.shape[2 + axis]
-                raise InputError(f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps")
-            first = reach // 2 - pads[0] + before if self.stride == (1, 1) else before + (-(-n // s) - count) // 2
+                raise InputError(
+                    f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps"
+                )
+            first = (
+                reach // 2 - pads[0] + before
+                if self.stride == (1, 1)
+                else before + (-(-n // s) - count) // 2
+            )
             sizes.append((first, count))
         return sizes
 
@@ -145,7 +168,9 @@ class Adjoint(Frame):
         for n, axis, extra in zip(size, self.plain.axes, self.extra, strict=True):
             sizes.append((n - 1) * axis.stride - axis.left - axis.right + axis.reach + 1 + extra)
             if sizes[-1] < 1:
-                raise InputError(f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output")
+                raise InputError(
+                    f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output"
+                )
         return sizes[0], sizes[1]
 
     def size(self, size: Size) -> Size:
@@ -157,15 +182,24 @@ class Adjoint(Frame):
         size = x.shape[-2], x.shape[-1]
         pads = [
             n - first - count if last else first
-            for n, (first, count) in reversed(list(zip(self.size(size), self.window(self.outputs(size)), strict=True)))
+            for n, (first, count) in reversed(
+                list(zip(self.size(size), self.window(self.outputs(size)), strict=True))
+            )
             for last in (False, True)
         ]
         return functional.pad(x, pads) if any(pads) else x
 
     def leave(self, y: Tensor, size: Size) -> Tensor:
-        """The pixels of the image, without the zeros that were put around it."""
+        """The pixels of the image, without the zeros that were put around it.
+
+        Args:
+            y: the operator's image.
+            size: height and width of the input.
+        """
         (height, width), (sh, sw) = self.outputs(size), self.stride
-        y = y.narrow(2, self.zeros(0)[0], -(-height // sh)).narrow(3, self.zeros(1)[0], -(-width // sw))
+        y = y.narrow(2, self.zeros(0)[0], -(-height // sh)).narrow(
+            3, self.zeros(1)[0], -(-width // sw)
+        )
         return depth_to_space(y, self.stride)[..., :height, :width] if sh * sw > 1 else y
 
 
@@ -187,7 +221,10 @@ def frame_of(plain: nn.Module, *, embed: bool) -> Frame:
                     f"padding {(axis.left, axis.right)} is wider than the kernel's reach of {axis.reach}: with a stride there is "
                     f"no pixel to return there; use padding ≤ {axis.reach // 2}"
                 )
-        taps = [-(-k * math.gcd(a.stride, a.dilation) // a.stride) for k, a in zip(taps, kernel.axes, strict=True)]
+        taps = [
+            -(-k * math.gcd(a.stride, a.dilation) // a.stride)
+            for k, a in zip(taps, kernel.axes, strict=True)
+        ]
     if strided or not embed:
         taps = [k + (k + 1) % 2 for k in taps]
     if not isinstance(plain, nn.ConvTranspose2d):

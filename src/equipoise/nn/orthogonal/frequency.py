@@ -47,7 +47,9 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
 def _to_frequencies(x: Tensor, groups: int) -> Tensor:
     """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
     b, channels = x.shape[:2]
-    spectrum = torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()  # strided ones are slow
+    spectrum = (
+        torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()
+    )  # strided ones are slow
     return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
 
 
@@ -109,7 +111,9 @@ def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
         channels: of the smaller side.
     """
     cap = 16.0 * max(1.0, math.sqrt(channels / 64))
-    largest = torch.stack([k.detach().abs().flatten().amax(0) for k in kernels if k.numel()]).amax(0)
+    largest = torch.stack([k.detach().abs().flatten().amax(0) for k in kernels if k.numel()]).amax(
+        0
+    )
     largest = torch.where(largest > 0, largest, torch.ones_like(largest))
     unit = [k / largest for k in kernels]
     total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)
@@ -133,5 +137,12 @@ class FrequencyConv2d(FramedConv2d):
         return filtered(x, tensors[0])
 
     def bound(self, tensors: tuple[Tensor, ...], input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies of this image size."""
-        return Bound(float(isometry_bound(tensors[0]).amax()), Kind.UPPER, "residual at every frequency")
+        """The largest norm over the frequencies of this image size.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
+        return Bound(
+            float(isometry_bound(tensors[0]).amax()), Kind.UPPER, "residual at every frequency"
+        )

@@ -128,7 +128,13 @@ class Polar(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what the gradient needs."""
+        """Keep what the gradient needs.
+
+        Args:
+            ctx: autograd's context.
+            inputs: those of `forward`.
+            output: that of `forward`.
+        """
         ctx.save_for_backward(*inputs, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -196,7 +202,9 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     bound = torch.minimum(torch.linalg.matrix_norm(G), G.abs().sum(-1).amax(-1))[..., None, None]
     c2 = (bound / 3.9).clamp_min(1.0)
     W, G = W / c2.sqrt(), G / c2
-    margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(torch.float64)
+    margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(
+        torch.float64
+    )
     return (1.5 * W - 0.5 * (G @ W)) * (1 - margin)
 
 
@@ -231,7 +239,9 @@ def overlap(geometry: Geometry) -> int:
     >>> overlap(Geometry.of((4, 4, 3, 3))), overlap(Geometry.of((4, 4, 2, 2), stride=2))
     (9, 1)
     """
-    return math.prod(-(-k // free) for k, free in zip(geometry.shape[2:], _apart(geometry), strict=True))
+    return math.prod(
+        -(-k // free) for k, free in zip(geometry.shape[2:], _apart(geometry), strict=True)
+    )
 
 
 def _polar_factor(W: Tensor) -> Tensor:
@@ -257,7 +267,9 @@ class RKO(Parametrization):
     def construct(self, raw: Tensor) -> Tensor:
         """The weight."""
         scale = 1 / math.sqrt(overlap(self.geometry)) if self.geometry.dims else 1.0
-        return orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale).reshape(raw.shape)
+        return orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale).reshape(
+            raw.shape
+        )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The polar factor: the same layer, from a raw weight that is as well conditioned as can be."""
@@ -313,7 +325,9 @@ class BCOP(Parametrization):
         side = out if self.outside else ins
         self.register_parameter("projections", None)
         if self.factors:
-            V = torch.randn(self.factors, geometry.groups, side, max(1, side // 2), dtype=torch.float64)
+            V = torch.randn(
+                self.factors, geometry.groups, side, max(1, side // 2), dtype=torch.float64
+            )
             self.projections = nn.Parameter(torch.linalg.qr(V)[0].to(**self.factory).contiguous())
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -333,7 +347,11 @@ class BCOP(Parametrization):
         if self.projections is not None:
             V = orthonormal(self.projections).double()
             P = V @ V.mT
-            axes = [3 + axis for axis, m in enumerate(self.core) for _ in range(self.geometry.shape[2 + axis] - m)]
+            axes = [
+                3 + axis
+                for axis, m in enumerate(self.core)
+                for _ in range(self.geometry.shape[2 + axis] - m)
+            ]
             for j, axis in enumerate(axes):
                 K = two_taps(K, P[j], axis)
         K = K.transpose(1, 2) if self.outside else K

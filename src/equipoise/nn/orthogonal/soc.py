@@ -78,9 +78,13 @@ def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
     odd = [c * (-1) ** (m // 2) if m % 2 == 1 else 0.0 for m, c in enumerate(coefficients)]
     g = np.convolve(even, even) + np.convolve(odd, odd)
     points = np.linspace(0.0, theta, 40_001)
-    second = float(polynomial.polyval(theta, np.abs(polynomial.polyder(g, 2)))) if len(g) > 2 else 0.0
+    second = (
+        float(polynomial.polyval(theta, np.abs(polynomial.polyder(g, 2)))) if len(g) > 2 else 0.0
+    )
     rounding = 1e-14 * float(polynomial.polyval(theta, np.abs(g))) * len(g)
-    largest = float(polynomial.polyval(points, g).max()) + second * (theta / 40_000) ** 2 / 8 + rounding
+    largest = (
+        float(polynomial.polyval(points, g).max()) + second * (theta / 40_000) ** 2 / 8 + rounding
+    )
     return math.sqrt(largest) * (1 + 1e-15)
 
 
@@ -109,7 +113,9 @@ def bounded(A: Tensor, angle: float) -> Tensor:
     c = torch.where(c > 0, c, torch.ones_like(c))
     unit = A / c
     bound, delta = symbol_norm(unit.double(), 3, 8)
-    return unit * (angle / torch.maximum(bound * (1 + delta + 1e-9), angle / c.double())).to(A.dtype)
+    return unit * (angle / torch.maximum(bound * (1 + delta + 1e-9), angle / c.double())).to(
+        A.dtype
+    )
 
 
 def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) -> Tensor:
@@ -127,7 +133,9 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
     for c in coefficients[-2::-1]:
         if circular:
             y = functional.pad(y, (left, left, top, top), mode="circular")
-        y = functional.conv2d(y, weight, None, 1, 0 if circular else (top, left), dilation, frame.groups)
+        y = functional.conv2d(
+            y, weight, None, 1, 0 if circular else (top, left), dilation, frame.groups
+        )
         y = torch.add(y, x, alpha=c)
     return y
 
@@ -164,12 +172,20 @@ class SOCConv2d(FramedConv2d):
     embed = False
 
     def build(self, plain: Any, *, terms: int = 4, angle: float = 1.0) -> None:
-        """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
+        """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            terms: degree of the polynomial.
+            angle: largest norm of A.
+        """
         self.terms = terms
         self.angle = float(angle)
         self.coefficients = exponential_series(self.angle, terms)
         c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
-        start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(8 * c * taps[0] * taps[1])
+        start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(
+            8 * c * taps[0] * taps[1]
+        )
         self.raw = nn.Parameter(start.to(plain.weight))
 
     def compute(self) -> Tensors:
@@ -184,7 +200,12 @@ class SOCConv2d(FramedConv2d):
         return channels(y, frame.groups, A.shape[1], frame.out)
 
     def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
-        """`max|p(iθ)|` over the proved norm of A, which must be skew."""
+        """`max|p(iθ)|` over the proved norm of A, which must be skew.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
         frame, A = self.frame, tensors[0].detach()
         if not torch.equal(A, -A.transpose(1, 2).flip(3, 4)):
             raise Refused(
@@ -192,10 +213,14 @@ class SOCConv2d(FramedConv2d):
             )
         amount = [(c, c) for c in frame.centre]
         size = frame.size((input_shape[-2], input_shape[-1]))
-        conv = convolution(A.flatten(0, 1), frame.plain.padding, 1, frame.dilation, A.shape[0], amount, size)
+        conv = convolution(
+            A.flatten(0, 1), frame.plain.padding, 1, frame.dilation, A.shape[0], amount, size
+        )
         with full_precision():
             theta = conv_bracket(conv, 1e-2).upper
-        return Bound(largest_modulus(self.coefficients, float(theta)), Kind.UPPER, "modulus of the series")
+        return Bound(
+            largest_modulus(self.coefficients, float(theta)), Kind.UPPER, "modulus of the series"
+        )
 
 
 class SOCConvTranspose2d(SOCConv2d):
@@ -236,7 +261,11 @@ class SOC(Parametrization):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """A random A of norm about 1: one that has the given weight as exponential need not exist."""
         side = max(weight.shape)
-        return torch.randn(weight.shape, dtype=torch.float64, device=weight.device).div(math.sqrt(8 * side)).to(weight)
+        return (
+            torch.randn(weight.shape, dtype=torch.float64, device=weight.device)
+            .div(math.sqrt(8 * side))
+            .to(weight)
+        )
 
     def construct(self, raw: Tensor) -> Tensor:
         """The weight."""
@@ -246,13 +275,17 @@ class SOC(Parametrization):
         largest = torch.where(largest > 0, largest, torch.ones_like(largest))
         unit = tall.double() / largest
         parts = [unit[:n] - unit[:n].mT, *([unit[n:]] if len(unit) > n else [])]
-        bound = torch.stack([symbol_norm(part[None, :, :, None, None], 3, 8)[0] for part in parts]).sum()  # of A
+        bound = torch.stack(
+            [symbol_norm(part[None, :, :, None, None], 3, 8)[0] for part in parts]
+        ).sum()  # of A
         S, *rest = [part * (math.pi / torch.maximum(bound, math.pi / largest)) for part in parts]
         if not rest:
             columns = torch.linalg.matrix_exp(S)
         else:
             (C,), identity = rest, torch.eye(n, dtype=S.dtype, device=S.device)
-            M = torch.cat([torch.cat([S, -C.mT @ C], 1), torch.cat([identity, torch.zeros_like(S)], 1)])
+            M = torch.cat(
+                [torch.cat([S, -C.mT @ C], 1), torch.cat([identity, torch.zeros_like(S)], 1)]
+            )
             E = torch.linalg.matrix_exp(M)[:, :n]
             columns = torch.cat([E[:n], C @ E[n:]])
         W = last_step(columns.mT, raw.dtype).to(raw.dtype)

@@ -19,7 +19,9 @@ from equipoise.nn.rescaling import AOL, SN, SR, Side
 __all__ = ["aol", "bcop", "bjorck", "cayley", "rko", "sn", "soc", "sr"]
 
 
-def sn(module: nn.Module, name: str = "weight", *, iterations: int = 8, grid: int = 16) -> nn.Module:
+def sn(
+    module: nn.Module, name: str = "weight", *, iterations: int = 8, grid: int = 16
+) -> nn.Module:
     """Spectral normalisation: the weight over a proved upper bound of its norm.
 
     Args:
@@ -35,7 +37,12 @@ def sn(module: nn.Module, name: str = "weight", *, iterations: int = 8, grid: in
 
 
 def sr(
-    module: nn.Module, name: str = "weight", *, t: int = 2, learn_q: bool = True, side: Side = "smaller"
+    module: nn.Module,
+    name: str = "weight",
+    *,
+    t: int = 2,
+    learn_q: bool = True,
+    side: Side = "smaller",
 ) -> nn.Module:
     """Spectral rescaling: one factor per channel, from a power of the Gram matrix.
 

@@ -51,13 +51,20 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         for name, radius in claims.items():
             wrong = float(np.mean((radius > truth) & (radius > 0)))
             error = float(np.sqrt(max(wrong * (1 - wrong), 1 / size) / size))
-            yield {"classes": c, "method": name, "wrong": wrong, "standard error": error, "alpha": settings.alpha}
+            yield {
+                "classes": c,
+                "method": name,
+                "wrong": wrong,
+                "standard error": error,
+                "alpha": settings.alpha,
+            }
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
     """Corrected (errata 18): α/2 on the selected runner-up must under-cover, the sound procedures must not."""
     worst = {
-        m: max((r for r in rows if r["method"] == m), key=lambda r: r["wrong"]) for m in {r["method"] for r in rows}
+        m: max((r for r in rows if r["method"] == m), key=lambda r: r["wrong"])
+        for m in {r["method"] for r in rows}
     }
     naive_row = worst.pop("α/2 on the runner-up")
     alpha = naive_row["alpha"]
@@ -67,18 +74,27 @@ def judge(rows: Sequence[Row]) -> Verdict:
         f"wrong certificates {naive_row['wrong']:.1%} (c = {naive_row['classes']}) against α = {alpha:.0%}; "
         + ", ".join(f"{name} {row['wrong']:.2%}" for name, row in sorted(worst.items()))
     )
-    return Verdict(Label.CORRECTED if fails and holds else Label.REFUTED, text, EXPERIMENT.published)
+    return Verdict(
+        Label.CORRECTED if fails and holds else Label.REFUTED, text, EXPERIMENT.published
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Bars of the share of wrong certificates by number of classes, with α as a line."""
     figure, (axes,) = canvas(width=5.2)
-    classes, methods = sorted({r["classes"] for r in rows}), list(dict.fromkeys(r["method"] for r in rows))
+    classes, methods = (
+        sorted({r["classes"] for r in rows}),
+        list(dict.fromkeys(r["method"] for r in rows)),
+    )
     for k, method in enumerate(methods):
-        found = [next(r for r in rows if (r["classes"], r["method"]) == (c, method)) for c in classes]
+        found = [
+            next(r for r in rows if (r["classes"], r["method"]) == (c, method)) for c in classes
+        ]
         x = [i + 0.26 * k for i in range(len(classes))]
         wrong, error = [r["wrong"] for r in found], [2 * r["standard error"] for r in found]
-        axes.bar(x, wrong, 0.24, yerr=error, color=COLOURS[k], label=method, hatch=("", "//", "..")[k])
+        axes.bar(
+            x, wrong, 0.24, yerr=error, color=COLOURS[k], label=method, hatch=("", "//", "..")[k]
+        )
     axes.axhline(rows[0]["alpha"], color="0.2", linestyle="--", label="allowed: α")
     axes.set_xticks([i + 0.26 for i in range(len(classes))], [str(c) for c in classes])
     axes.set(xlabel="classes", ylabel="share of wrong certificates")

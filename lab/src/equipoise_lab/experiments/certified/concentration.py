@@ -41,11 +41,15 @@ INTERVALS: dict[str, Callable[[np.ndarray, float, OneSide], np.ndarray]] = {
     BERNSTEIN: lambda z, risk, side: empirical_bernstein(
         z.mean(axis=1).clip(0, 1), z.var(axis=1, ddof=1), z.shape[1], risk, side
     ),
-    BETTING: lambda z, risk, side: betting(np.moveaxis(z, 2, 1), np.full((len(z), z.shape[2]), risk), side),
+    BETTING: lambda z, risk, side: betting(
+        np.moveaxis(z, 2, 1), np.full((len(z), z.shape[2]), risk), side
+    ),
 }
 
 
-def radii(scores: np.ndarray, top: np.ndarray, sigma: float, alpha: float, interval: str) -> np.ndarray:
+def radii(
+    scores: np.ndarray, top: np.ndarray, sigma: float, alpha: float, interval: str
+) -> np.ndarray:
     """R_mult with every class bounded at α/c."""
     bound, rows = INTERVALS[interval], np.arange(len(scores))
     risk = alpha / scores.shape[2]
@@ -60,9 +64,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     network = smoothed.prepared(smoothed.under_noise(settings.recipe, settings.sigma), context)
     classifier = network.classifier(settings.sigma)
     largest = smoothed.Sampling(max(settings.draws), settings.n0, settings.alpha)
-    grid = [SimplexMap("softmax", t) for t in np.geomspace(0.01, 50, settings.temperatures).tolist()]
+    grid = [
+        SimplexMap("softmax", t) for t in np.geomspace(0.01, 50, settings.temperatures).tolist()
+    ]
     n0 = context.steps_of(settings.n0)
-    chosen: SimplexMap = classifier.calibrate(network.calibration, n0=n0, n=largest.n, alpha=settings.alpha, grid=grid)
+    chosen: SimplexMap = classifier.calibrate(
+        network.calibration, n0=n0, n=largest.n, alpha=settings.alpha, grid=grid
+    )
     context.tell(f"{chosen}")
     for part, first, second in smoothed.logits(classifier, network.x, largest, context):
         top = apply_map(chosen, first).mean(axis=1).argmax(axis=1)
@@ -71,19 +79,31 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             for name in INTERVALS:
                 found = radii(scores[:, :n], top, settings.sigma, settings.alpha, name)
                 for i, radius in enumerate(found.tolist(), part.start):
-                    yield {"draws": n, "interval": name, "input": i, "radius": radius, "map": str(chosen)}
+                    yield {
+                        "draws": n,
+                        "interval": name,
+                        "input": i,
+                        "radius": radius,
+                        "map": str(chosen),
+                    }
 
 
 def paired(rows: Sequence[Row], n: int, name: str) -> list[float]:
     """Radii at n draws in the order of the inputs."""
-    return [r["radius"] for r in sorted(smoothed.pick(rows, draws=n, interval=name), key=lambda r: r["input"])]
+    return [
+        r["radius"]
+        for r in sorted(smoothed.pick(rows, draws=n, interval=name), key=lambda r: r["input"])
+    ]
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """At the largest n: the mean paired difference Bernstein − Hoeffding by its interval, and the share of inputs, apart."""
     every = sorted({r["draws"] for r in rows})
     n = every[-1]
-    both = {k: list(zip(paired(rows, k, BERNSTEIN), paired(rows, k, HOEFFDING), strict=True)) for k in every}
+    both = {
+        k: list(zip(paired(rows, k, BERNSTEIN), paired(rows, k, HOEFFDING), strict=True))
+        for k in every
+    }
     gap = {k: mean_of([b - h for b, h in pairs]) for k, pairs in both.items()}
     certified = [(b, h) for b, h in both[n] if max(b, h)]
     share = sum(b > h for b, h in certified) / max(len(certified), 1)
@@ -93,7 +113,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     where = f"larger at {share:.0%} of {len(certified)} inputs at n = {n}"
     return (
         Verdict(gain_label(gap[n]), text, EXPERIMENT.published, "on average"),
-        Verdict(graded(share > 0.9, share > 0.5), where, "every point above the diagonal", "at every input"),
+        Verdict(
+            graded(share > 0.9, share > 0.5),
+            where,
+            "every point above the diagonal",
+            "at every input",
+        ),
     )
 
 
@@ -103,10 +128,14 @@ def draw(rows: Sequence[Row]) -> Figure:
     every = sorted({r["draws"] for r in rows})
     x = paired(rows, every[-1], HOEFFDING)
     for k, name in ((0, BERNSTEIN), (1, BETTING)):
-        line(left, x, paired(rows, every[-1], name), name, k, linestyle="", markersize=3.5, alpha=0.7)
+        line(
+            left, x, paired(rows, every[-1], name), name, k, linestyle="", markersize=3.5, alpha=0.7
+        )
     end = max(r["radius"] for r in rows) * 1.05
     left.plot([0, end], [0, end], color="0.3", linewidth=0.8)
-    left.set(xlabel=f"radius with Hoeffding, n = {every[-1]}", ylabel="radius with another interval")
+    left.set(
+        xlabel=f"radius with Hoeffding, n = {every[-1]}", ylabel="radius with another interval"
+    )
     legend(left)
     for k, name in enumerate((BERNSTEIN, BETTING, HOEFFDING)):
         line(right, every, [float(np.mean(paired(rows, n, name))) for n in every], name, k)

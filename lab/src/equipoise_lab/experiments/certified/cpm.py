@@ -41,7 +41,9 @@ def concentration(p: np.ndarray) -> np.ndarray:
     return np.asarray(0.5 * np.abs(p - 1 / p.shape[1]).sum(axis=1))
 
 
-def synthetic(level: float, settings: Settings, context: Context) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def synthetic(
+    level: float, settings: Settings, context: Context
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Votes of inputs with class probabilities softmax(s·g), g standard normal over all classes, and their true tops.
 
     The spread s is the one whose probabilities are `level` from uniform on average: 0.95 to 0.998 for the thesis'
@@ -55,10 +57,13 @@ def synthetic(level: float, settings: Settings, context: Context) -> tuple[np.nd
         z = np.exp(spread * (g - g.max(axis=1, keepdims=True)))
         return np.asarray(z / z.sum(axis=1, keepdims=True))
 
-    spread = optimize.brentq(lambda s: float(concentration(law(s)).mean()) - level, 0.1, 200.0, xtol=1e-3)
+    spread = optimize.brentq(
+        lambda s: float(concentration(law(s)).mean()) - level, 0.1, 200.0, xtol=1e-3
+    )
     p = law(spread)[: context.steps_of(settings.inputs)]
     first, second = (
-        np.stack([generator.multinomial(context.steps_of(n), row) for row in p]) for n in (many.n0, many.n)
+        np.stack([generator.multinomial(context.steps_of(n), row) for row in p])
+        for n in (many.n0, many.n)
     )
     return first, second, p.argmax(axis=1)
 
@@ -68,14 +73,21 @@ def compare(
 ) -> tuple[dict[str, smoothed.Rated], np.ndarray]:
     """All procedures on the same votes, and the number of buckets c* of the thesis' partition."""
     names = dict(zip(METHODS, ("cohen", "bonferroni", "cpm", "rivals"), strict=True))
-    methods = {m: smoothed.rated(certify_counts(first, second, sigma, alpha, p), labels) for m, p in names.items()}
+    methods = {
+        m: smoothed.rated(certify_counts(first, second, sigma, alpha, p), labels)
+        for m, p in names.items()
+    }
     return methods, class_partition(first.astype(np.float64)).buckets
 
 
-def real(sigma: float, settings: Settings, context: Context) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def real(
+    sigma: float, settings: Settings, context: Context
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Votes of a network trained at σ, and the labels."""
     network = smoothed.prepared(smoothed.under_noise(settings.recipe, sigma), context)
-    return *smoothed.counts(network.classifier(sigma), network.x, settings.sampling, context), network.y
+    return *smoothed.counts(
+        network.classifier(sigma), network.x, settings.sampling, context
+    ), network.y
 
 
 def rows_of(
@@ -89,7 +101,9 @@ def rows_of(
         "setting": name, "sigma": sigma, "classes": first.shape[1], "TVU": float(found.mean()),
         "c* mean": float(buckets.mean()), "c* median": float(np.median(buckets)),
     }  # fmt: skip
-    for row in smoothed.curves(methods, (ONE, EVERY, CPM), [level * sigma for level in settings.levels]):
+    for row in smoothed.curves(
+        methods, (ONE, EVERY, CPM), [level * sigma for level in settings.levels]
+    ):
         yield {**row, **shared}
 
 
@@ -97,7 +111,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """The trained networks, then synthetic votes over many classes."""
     for sigma in context.steps(settings.sigmas):
         name = f"10 classes, σ = {sigma:g}"
-        rows = context.cell(name, lambda n=name, s=sigma: rows_of(n, s, real(s, settings, context), settings))
+        rows = context.cell(
+            name, lambda n=name, s=sigma: rows_of(n, s, real(s, settings, context), settings)
+        )
         context.tell(f"{name}: c* {rows[0]['c* median']:g} (median), TVU {rows[0]['TVU']:.3f}")
         yield from rows
     for level in context.steps(settings.concentrations):
@@ -107,7 +123,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         yield from rows
 
 
-def standing(rows: Sequence[Row], method: str, rivals: Sequence[str]) -> tuple[float, int, int, float]:
+def standing(
+    rows: Sequence[Row], method: str, rivals: Sequence[str]
+) -> tuple[float, int, int, float]:
     """(share of (setting, ε) without a loss, cells with a sure gain, cells with a sure loss, largest loss in points).
 
     A gain or loss is sure where its paired interval over the inputs lies on one side of 0; cells where nobody
@@ -145,7 +163,11 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """
     few, many = ([r for r in rows if (r["classes"] == 10) == small] for small in (True, False))
     verdicts = [
-        Verdict(*told(part, CPM, (ONE, EVERY)), "CPM ≥ both nearly everywhere", f"{part[0]['classes']} classes")
+        Verdict(
+            *told(part, CPM, (ONE, EVERY)),
+            "CPM ≥ both nearly everywhere",
+            f"{part[0]['classes']} classes",
+        )
         for part in (few, many)
         if part
     ]
@@ -155,10 +177,19 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         for verdict in verdicts
     ]
     stars = {r["setting"]: (r["classes"], r["c* median"], r["TVU"]) for r in rows}
-    inside = [(2 if c == 10 else 3) <= median <= (3 if c == 10 else 5) for c, median, _ in stars.values()]
-    seen = ", ".join(f"{name} {median:g} (TVU {tvu:.3f})" for name, (_, median, tvu) in stars.items())
+    inside = [
+        (2 if c == 10 else 3) <= median <= (3 if c == 10 else 5) for c, median, _ in stars.values()
+    ]
+    seen = ", ".join(
+        f"{name} {median:g} (TVU {tvu:.3f})" for name, (_, median, tvu) in stars.items()
+    )
     verdicts.append(
-        Verdict(graded(all(inside), any(inside)), f"median c*: {seen}", "2–3 (10 classes), 3–5 (1000 classes)", "c*")
+        Verdict(
+            graded(all(inside), any(inside)),
+            f"median c*: {seen}",
+            "2–3 (10 classes), 3–5 (1000 classes)",
+            "c*",
+        )
     )
     share, above, below, loss = standing(rows, RIVALS, (ONE, EVERY, CPM))
     text = (
@@ -166,7 +197,10 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         f"(largest {max(loss, 0.0):.1f} points), sure gains at {above}, sure losses at {below}"
     )
     corrected = Label.CORRECTED if above > 0 and below == 0 else Label.REFUTED
-    return (*verdicts, Verdict(corrected, text, "classes must be partitioned", "the partition is not needed"))
+    return (
+        *verdicts,
+        Verdict(corrected, text, "classes must be partitioned", "the partition is not needed"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -194,9 +228,17 @@ EXPERIMENT = of_module(
     title="Sharing the risk among classes",
     claim="Class partitioning certifies at least as much as Clopper–Pearson and Bonferroni, with few effective classes.",
     published="CPM ≥ both nearly everywhere; c* 2–3 (10 classes), 3–5 (1000 classes)",
-    laptop=Settings(smoothed.FASHION, (0.25, 0.5, 1.0), smoothed.Sampling(1000), smoothed.Sampling(10_000)),
-    desk=Settings(smoothed.DESK, (0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)),
-    paper=Settings(smoothed.CIFAR, (0.12, 0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)),
-    notes=("votes over 1000 classes are drawn from laws as concentrated as ImageNet's, not from an ImageNet network",),
+    laptop=Settings(
+        smoothed.FASHION, (0.25, 0.5, 1.0), smoothed.Sampling(1000), smoothed.Sampling(10_000)
+    ),
+    desk=Settings(
+        smoothed.DESK, (0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)
+    ),
+    paper=Settings(
+        smoothed.CIFAR, (0.12, 0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)
+    ),
+    notes=(
+        "votes over 1000 classes are drawn from laws as concentrated as ImageNet's, not from an ImageNet network",
+    ),
     needs=("fashion_mnist.npz",),
 )

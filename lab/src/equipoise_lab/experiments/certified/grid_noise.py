@@ -122,12 +122,21 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Radii with the answers inside, and the time of votes."""
     figure, (left, right) = canvas(2, width=3.8)
     found = [r for r in rows if r["kind"] == "certificate"]
-    bars = left.bar([r["noise"] for r in found], [r["radius"] for r in found], 0.6, color=COLOURS[:2], hatch="")
-    left.bar_label(bars, [f"{r['other answers']} of {r['inside']} answers differ" for r in found], fontsize=9)
-    left.set(ylabel="certified radius", ylim=(0, 1.25 * max(r["radius"] for r in found)), xlabel="noise")
+    bars = left.bar(
+        [r["noise"] for r in found], [r["radius"] for r in found], 0.6, color=COLOURS[:2], hatch=""
+    )
+    left.bar_label(
+        bars, [f"{r['other answers']} of {r['inside']} answers differ" for r in found], fontsize=9
+    )
+    left.set(
+        ylabel="certified radius", ylim=(0, 1.25 * max(r["radius"] for r in found)), xlabel="noise"
+    )
     cost = [r for r in rows if r["kind"] == "cost"]
     right.plot(
-        [r["repetition"] for r in cost], [r["grid seconds"] / r["float seconds"] for r in cost], "o", color=COLOURS[2]
+        [r["repetition"] for r in cost],
+        [r["grid seconds"] / r["float seconds"] for r in cost],
+        "o",
+        color=COLOURS[2],
     )
     right.axhline(1, color="0.3", linewidth=0.8)
     right.set(xlabel="repetition", ylabel="time of votes, grid / float", ylim=(0, None))

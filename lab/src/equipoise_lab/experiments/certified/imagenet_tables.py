@@ -42,7 +42,9 @@ class Settings:
             SALMAN: "imagenet_networks:smooth_adversarial",
         }
     )
-    sigmas: dict[str, tuple[float, ...]] = field(default_factory=lambda: {DENOISED: (0.25, 0.5, 1.0), SALMAN: (0.25,)})
+    sigmas: dict[str, tuple[float, ...]] = field(
+        default_factory=lambda: {DENOISED: (0.25, 0.5, 1.0), SALMAN: (0.25,)}
+    )
     data: str = "imagenet-val"
     inputs: int = 500
     calibration: int = 100
@@ -63,7 +65,9 @@ def rows_of(name: str, sigma: float, settings: Settings, context: Context) -> It
     )
     blocks = smoothed.logits(classifier, x, sampling, context)
     labels = y[: settings.inputs].numpy()
-    methods = smoothed.joined(compare(a, b, labels[part], fixed, sigma, settings.votes) for part, a, b in blocks)
+    methods = smoothed.joined(
+        compare(a, b, labels[part], fixed, sigma, settings.votes) for part, a, b in blocks
+    )
     for row in smoothed.curves(methods, (COHEN, HARD), settings.votes.epsilons):
         yield {**row, "network": name, "sigma": sigma, "map": str(fixed)}
 
@@ -73,7 +77,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     context.file(settings.data)
     for name, sigmas in settings.sigmas.items():
         for sigma in sigmas:
-            yield from context.cell(f"{name}, σ = {sigma:g}", rows_of, name, sigma, settings, context)
+            yield from context.cell(
+                f"{name}, σ = {sigma:g}", rows_of, name, sigma, settings, context
+            )
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -111,7 +117,11 @@ EXPERIMENT = of_module(
     title="LVM-RS on ImageNet",
     claim="Soft votes certify more than hard votes on ImageNet, with a denoiser and with adversarially trained smoothing.",
     published="79.88/69.57/51.55/36.04/25.53/14.01 → 80.66/69.84/53.85/36.04/27.43/14.31 % at ε = 0/0.5/1/1.5/2/3",
-    laptop=Settings(Votes({}, smoothed.Sampling(1000), temperatures=8, epsilons=RADII), inputs=20, calibration=10),
+    laptop=Settings(
+        Votes({}, smoothed.Sampling(1000), temperatures=8, epsilons=RADII),
+        inputs=20,
+        calibration=10,
+    ),
     paper=Settings(Votes({}, smoothed.Sampling(10_000), temperatures=50, epsilons=RADII)),
     notes=("about 6 s an input and σ on a V100 in the thesis: an hour for each σ at 500 inputs",),
     needs=("imagenet-val",),

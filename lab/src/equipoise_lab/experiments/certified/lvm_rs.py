@@ -16,9 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.smoothing import SimplexMap, certify_counts, choose_map, empirical_bernstein, radius_multi
+from equipoise.smoothing import (
+    SimplexMap,
+    certify_counts,
+    choose_map,
+    empirical_bernstein,
+    radius_multi,
+)
 from equipoise.smoothing.simplex import apply_map, map_grid
-from equipoise_lab.experiments.experiment import Context, Label, Precondition, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Label,
+    Precondition,
+    Row,
+    Verdict,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -35,8 +48,20 @@ TRAININGS: dict[str, dict[str, Any]] = {
 #: CIFAR-10, (ε, Carlini's hard votes, LVM-RS) by σ
 PUBLISHED_TABLE = {
     0.25: ((0.0, 86.72, 88.49), (0.25, 74.41, 76.21), (0.5, 58.25, 60.22), (0.75, 40.96, 43.76)),
-    0.5: ((0.0, 74.11, 79.79), (0.25, 62.89, 68.04), (0.5, 50.43, 55.48), (0.75, 39.26, 43.13), (1.0, 29.91, 32.35)),
-    1.0: ((0.0, 48.97, 63.72), (0.25, 40.76, 53.4), (0.5, 33.08, 43.19), (0.75, 25.97, 34.27), (1.0, 20.09, 25.71)),
+    0.5: (
+        (0.0, 74.11, 79.79),
+        (0.25, 62.89, 68.04),
+        (0.5, 50.43, 55.48),
+        (0.75, 39.26, 43.13),
+        (1.0, 29.91, 32.35),
+    ),
+    1.0: (
+        (0.0, 48.97, 63.72),
+        (0.25, 40.76, 53.4),
+        (0.5, 33.08, 43.19),
+        (0.75, 25.97, 34.27),
+        (1.0, 20.09, 25.71),
+    ),
 }
 GAIN = 63.72 - 48.97
 
@@ -74,7 +99,12 @@ def printed(chosen: SimplexMap, first: np.ndarray, second: np.ndarray, labels: n
 
 
 def compare(
-    first: np.ndarray, second: np.ndarray, labels: np.ndarray, fixed: SimplexMap, sigma: float, settings: Settings
+    first: np.ndarray,
+    second: np.ndarray,
+    labels: np.ndarray,
+    fixed: SimplexMap,
+    sigma: float,
+    settings: Settings,
 ) -> dict[str, smoothed.Rated]:
     """All methods on the same draws."""
     alpha, n = settings.sampling.alpha, second.shape[1]
@@ -84,7 +114,10 @@ def compare(
 
     def certified(chosen: SimplexMap, at: slice) -> smoothed.Rated:
         return smoothed.rated(
-            smoothed.certify_logits(chosen, first[at], second[at], sigma, alpha, procedure="rivals"), labels[at]
+            smoothed.certify_logits(
+                chosen, first[at], second[at], sigma, alpha, procedure="rivals"
+            ),
+            labels[at],
         )
 
     return {
@@ -92,7 +125,9 @@ def compare(
         HARD: smoothed.rated(certify_counts(*counts, sigma, alpha, "rivals"), labels),
         SOFT: certified(fixed, slice(None)),
         OWN: smoothed.joined({OWN: certified(m, i)} for m, i in each)[OWN],
-        PRINTED: smoothed.joined({OWN: printed(m, first[i], second[i], labels[i], sigma, alpha)} for m, i in each)[OWN],
+        PRINTED: smoothed.joined(
+            {OWN: printed(m, first[i], second[i], labels[i], sigma, alpha)} for m, i in each
+        )[OWN],
     }
 
 
@@ -102,10 +137,14 @@ def rows_of(sigma: float, training: str, settings: Settings, context: Context) -
     network = smoothed.prepared(recipe, context)
     classifier, sampling = network.classifier(sigma), settings.sampling
     n0, soft = context.steps_of(sampling.n0), settings.grid[1:]
-    fixed = classifier.calibrate(network.calibration, n0=n0, n=sampling.n, alpha=sampling.alpha, grid=soft)
+    fixed = classifier.calibrate(
+        network.calibration, n0=n0, n=sampling.n, alpha=sampling.alpha, grid=soft
+    )
     context.tell(f"σ = {sigma:g}, trained {training}: {fixed}")
     blocks = smoothed.logits(classifier, network.x, sampling, context)
-    methods = smoothed.joined(compare(a, b, network.y[part], fixed, sigma, settings) for part, a, b in blocks)
+    methods = smoothed.joined(
+        compare(a, b, network.y[part], fixed, sigma, settings) for part, a, b in blocks
+    )
     for row in smoothed.curves(methods, (COHEN, HARD), settings.epsilons):
         yield {**row, "sigma": sigma, "training": training, "map": str(fixed)}
 
@@ -114,18 +153,23 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """Every σ and training."""
     for sigma in context.steps(settings.sigmas):
         for training in settings.trainings:
-            yield from context.cell(f"σ = {sigma:g}, {training}", rows_of, sigma, training, settings, context)
+            yield from context.cell(
+                f"σ = {sigma:g}, {training}", rows_of, sigma, training, settings, context
+            )
 
 
 def at_zero(rows: Sequence[Row], method: str, training: str = "noise") -> Row:
     """The row at ε = 0 and the largest σ, where the thesis gains most."""
-    return smoothed.pick(rows, method=method, training=training, sigma=max(r["sigma"] for r in rows), epsilon=0.0)[0]
+    return smoothed.pick(
+        rows, method=method, training=training, sigma=max(r["sigma"] for r in rows), epsilon=0.0
+    )[0]
 
 
 def best(rows: Sequence[Row], method: str) -> str:
     """Certified accuracies at the published radii, the best over σ and training."""
     found = [
-        max(r["accuracy"] for r in smoothed.pick(rows, method=method, epsilon=e)) for e in (0.0, 0.25, 0.5, 0.75, 1.0)
+        max(r["accuracy"] for r in smoothed.pick(rows, method=method, epsilon=e))
+        for e in (0.0, 0.25, 0.5, 0.75, 1.0)
     ]
     return "/".join(f"{v:.1f}" for v in found)
 
@@ -161,7 +205,10 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         f"σ = {sigma:g}, ε = 0: {intervals.signed} points; best over σ: Cohen {best(rows, COHEN)}, hard votes "
         f"{best(rows, HARD)}, soft votes {best(rows, SOFT)}, as printed (no certificate) {best(rows, PRINTED)} %"
     )
-    return (*verdicts, Verdict(gain_label(intervals, GAIN), text, said, "several intervals over one"))
+    return (
+        *verdicts,
+        Verdict(gain_label(intervals, GAIN), text, said, "several intervals over one"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -172,7 +219,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, (training, sigma) in enumerate((t, s) for t in trainings for s in sigmas):
         panel = axes[k]
         smoothed.by_method(
-            panel, smoothed.pick(rows, training=training, sigma=sigma), METHODS, every=8, markersize=3.5, linewidth=1.3
+            panel,
+            smoothed.pick(rows, training=training, sigma=sigma),
+            METHODS,
+            every=8,
+            markersize=3.5,
+            linewidth=1.3,
         )
         if sigma in PUBLISHED_TABLE:
             x, hard, soft = zip(*PUBLISHED_TABLE[sigma], strict=True)
@@ -192,9 +244,14 @@ EXPERIMENT = of_module(
     title="LVM-RS against hard votes",
     claim="Soft votes with a chosen simplex map and variance-aware intervals certify more than hard votes, most at large σ.",
     published="CIFAR-10 best over σ: 86.7/74.4/58.3/41.0/29.9 → 88.5/76.2/60.2/43.8/32.4 %; σ = 1, ε = 0: 48.97 → 63.72 %",
-    laptop=Settings(smoothed.FASHION, smoothed.Sampling(2000), temperatures=16, trainings=("noise",)),
+    laptop=Settings(
+        smoothed.FASHION, smoothed.Sampling(2000), temperatures=16, trainings=("noise",)
+    ),
     desk=Settings(
-        merged(smoothed.DESK, {"data": {"limit": 12_000, "test_limit": 200, "validation": 0.008}, "epochs": 6}),
+        merged(
+            smoothed.DESK,
+            {"data": {"limit": 12_000, "test_limit": 200, "validation": 0.008}, "epochs": 6},
+        ),
         smoothed.Sampling(100_000),
         temperatures=12,
         sigmas=(1.0, 2.5),
@@ -204,7 +261,11 @@ EXPERIMENT = of_module(
         "the thesis smooths a denoiser and a vision transformer; paper scale trains Cohen's ResNet-110",
         "at desk scale σ = 2.5 on Fashion-MNIST is where Cohen's accuracy is that of the thesis at σ = 1 on CIFAR-10",
     ),
-    precondition=lambda rows: Precondition("Cohen at ε = 0", at_zero(rows, COHEN)["accuracy"], 0.9 * 48.97),
-    power=lambda rows: power_of_mean(smoothed.gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"),
+    precondition=lambda rows: Precondition(
+        "Cohen at ε = 0", at_zero(rows, COHEN)["accuracy"], 0.9 * 48.97
+    ),
+    power=lambda rows: power_of_mean(
+        smoothed.gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"
+    ),
     needs=("fashion_mnist.npz",),
 )

@@ -16,7 +16,15 @@ import torch
 from equipoise.attacks import smooth_pgd
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, margin_radius
 from equipoise.smoothing.simplex import apply_map, map_grid
-from equipoise_lab.experiments.experiment import Context, Label, Precondition, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Label,
+    Precondition,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -32,8 +40,13 @@ ATTACKS = {MULTI: "attack on R_mult's classifier", LIP: "attack on R_multiLip's 
 def liresnet(base: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """The base recipe with a LiResNet trained under noise σ = 0.5."""
     model = {"factory": "equipoise.nn.models:liresnet", "arguments": arguments}
-    change = {"optimizer": {"kind": "adam", "lr": 0.005}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
-    return smoothed.under_noise({**merged(base, change), "model": model, "optimizer": change["optimizer"]}, 0.5)
+    change = {
+        "optimizer": {"kind": "adam", "lr": 0.005},
+        "schedule": {"kind": "one-cycle", "warmup": 0.3},
+    }
+    return smoothed.under_noise(
+        {**merged(base, change), "model": model, "optimizer": change["optimizer"]}, 0.5
+    )
 
 
 @dataclass(frozen=True)
@@ -68,29 +81,50 @@ class Certified:
 
 
 def certify(
-    network: smoothed.Prepared, classifier: SmoothedClassifier, bound: float, settings: Settings, context: Context
+    network: smoothed.Prepared,
+    classifier: SmoothedClassifier,
+    bound: float,
+    settings: Settings,
+    context: Context,
 ) -> dict[str, Certified]:
     """Every smoothed classifier with its own best map, all on the same draws."""
     soft = map_grid(settings.temperatures)
     grids = {MULTI: (soft, None), LIP: (soft[1:], bound), HARD: (soft[:1], None)}
-    n0, n, alpha = context.steps_of(settings.sampling.n0), settings.sampling.n, settings.sampling.alpha
+    n0, n, alpha = (
+        context.steps_of(settings.sampling.n0),
+        settings.sampling.n,
+        settings.sampling.alpha,
+    )
     maps = {
-        m: classifier.calibrate(network.calibration, n0=n0, n=n, alpha=alpha, lipschitz=known, grid=grid)
+        m: classifier.calibrate(
+            network.calibration, n0=n0, n=n, alpha=alpha, lipschitz=known, grid=grid
+        )
         for m, (grid, known) in grids.items()
     }
-    context.tell(f"Lip(f) ≤ {bound:.3f}; " + ", ".join(f"{m}: {chosen}" for m, chosen in maps.items()))
+    context.tell(
+        f"Lip(f) ≤ {bound:.3f}; " + ", ".join(f"{m}: {chosen}" for m, chosen in maps.items())
+    )
     right: dict[str, list[smoothed.Bools]] = {m: [] for m in maps}
 
-    def block(part: slice, first: smoothed.Floats, second: smoothed.Floats) -> dict[str, smoothed.Rated]:
+    def block(
+        part: slice, first: smoothed.Floats, second: smoothed.Floats
+    ) -> dict[str, smoothed.Rated]:
         y = network.y[part]
         for m, chosen in maps.items():
             right[m].append(apply_map(chosen, second).mean(axis=1).argmax(axis=1) == y)
         return {
-            m: rated(smoothed.certify_logits(chosen, first, second, settings.sigma, alpha, grids[m][1], "rivals"), y)
+            m: rated(
+                smoothed.certify_logits(
+                    chosen, first, second, settings.sigma, alpha, grids[m][1], "rivals"
+                ),
+                y,
+            )
             for m, chosen in maps.items()
         }
 
-    found = smoothed.joined(block(*part) for part in smoothed.logits(classifier, network.x, settings.sampling, context))
+    found = smoothed.joined(
+        block(*part) for part in smoothed.logits(classifier, network.x, settings.sampling, context)
+    )
     return {m: Certified(maps[m], found[m], np.concatenate(right[m])) for m in maps}
 
 
@@ -99,12 +133,16 @@ def attacked(
 ) -> Iterator[tuple[str, float, smoothed.Bools]]:
     """(certified method, ε, inputs that were right and were not broken): an upper end of the robust accuracy."""
     y = torch.from_numpy(network.y)
-    steps, draws, checks = (context.steps_of(k) for k in (settings.steps, settings.draws, settings.check_draws))
+    steps, draws, checks = (
+        context.steps_of(k) for k in (settings.steps, settings.draws, settings.check_draws)
+    )
     for name in ATTACKS:
         classifier = network.classifier(settings.sigma).suited(1.0)
         classifier.map = found[name].map
         for epsilon in context.steps(settings.attacked):
-            result = smooth_pgd(classifier, network.x, y, epsilon, steps, draws=draws, check_draws=checks)
+            result = smooth_pgd(
+                classifier, network.x, y, epsilon, steps, draws=draws, check_draws=checks
+            )
             yield name, epsilon, found[name].right & ~result.success.cpu().numpy()
             context.tell(f"attacked {name} at ε = {epsilon:g}")
 
@@ -113,12 +151,18 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and ε."""
     network = smoothed.prepared(settings.recipe, context)
     bound = constant(network)
-    found = certify(network, network.classifier(settings.sigma).suited(1.0), bound, settings, context)
+    found = certify(
+        network, network.classifier(settings.sigma).suited(1.0), bound, settings, context
+    )
     with torch.no_grad():
-        plain = np.asarray(margin_radius(network.model(network.x), torch.from_numpy(network.y), bound))
+        plain = np.asarray(
+            margin_radius(network.model(network.x), torch.from_numpy(network.y), bound)
+        )
     methods = {**{m: c.rated for m, c in found.items()}, PLAIN: smoothed.Rated(plain, plain > 0)}
     shared = {"sigma": settings.sigma, "lipschitz": bound}
-    for row in smoothed.curves({m: methods[m] for m in CERTIFIED}, (MULTI, HARD, PLAIN), settings.epsilons):
+    for row in smoothed.curves(
+        {m: methods[m] for m in CERTIFIED}, (MULTI, HARD, PLAIN), settings.epsilons
+    ):
         chosen = found.get(row["method"])
         yield {**row, **shared, "map": str(chosen.map) if chosen else "none"}
     for name, epsilon, withstood in attacked(network, found, settings, context):
@@ -137,26 +181,37 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     ours = smoothed.pick(rows, method=LIP)
     radii = sorted({r["epsilon"] for r in rows if r["method"] == ATTACKS[LIP]})
     lines = ", ".join(
-        f"{m} " + "/".join(f"{smoothed.pick(rows, method=m, epsilon=e)[0]['accuracy']:.1f}" for e in radii)
+        f"{m} "
+        + "/".join(f"{smoothed.pick(rows, method=m, epsilon=e)[0]['accuracy']:.1f}" for e in radii)
         for m in (*CERTIFIED, *ATTACKS.values())
     )
     verdicts = []
     for rival, part in ((MULTI, "over R_mult"), (PLAIN, "over the network itself")):
         gains = {r["epsilon"]: smoothed.gain_of(r, rival) for r in ours}
-        best, worst = max(gains, key=lambda e: gains[e].value), min(gains, key=lambda e: gains[e].value)
-        sure = any(g.low > 0 for g in gains.values()) and not any(g.high < 0 for g in gains.values())
+        best, worst = (
+            max(gains, key=lambda e: gains[e].value),
+            min(gains, key=lambda e: gains[e].value),
+        )
+        sure = any(g.low > 0 for g in gains.values()) and not any(
+            g.high < 0 for g in gains.values()
+        )
         text = f"gain from {gains[worst].signed} (ε = {worst:g}) to {gains[best].signed} points (ε = {best:g})"
         label = (Label.CORRECTED if sure else Label.REFUTED) if rival == MULTI else graded(sure)
         said = EXPERIMENT.published if rival == MULTI else "not claimed"
         chosen = (
-            f"{ours[0]['map']} against {smoothed.pick(rows, method=rival)[0]['map']}" if rival == MULTI else "σ = 0.12"
+            f"{ours[0]['map']} against {smoothed.pick(rows, method=rival)[0]['map']}"
+            if rival == MULTI
+            else "σ = 0.12"
         )
         text = f"{text}; {ours[0]['inputs']} inputs, {chosen}"
         verdicts.append(Verdict(label, text, said, part, own=rival == PLAIN))
     broken = sum(r.get("certified and broken") or 0 for r in rows)
     at = "/".join(f"{e:g}" for e in radii)
     text = f"{lines} % at ε = {at}; {broken} certified inputs broken"
-    return (*verdicts, Verdict(graded(broken == 0), text, "certified below the attack", "below the attack"))
+    return (
+        *verdicts,
+        Verdict(graded(broken == 0), text, "certified below the attack", "below the attack"),
+    )
 
 
 def precondition(rows: Sequence[Row]) -> Precondition:
@@ -169,7 +224,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Certified accuracies and what attacks leave, over ε."""
     figure, (axes,) = canvas(width=5.8, height=3.8)
     smoothed.by_method(
-        axes, [{**r, "method": f"certified: {r['method']}"} for r in rows], [f"certified: {m}" for m in CERTIFIED]
+        axes,
+        [{**r, "method": f"certified: {r['method']}"} for r in rows],
+        [f"certified: {m}" for m in CERTIFIED],
     )
     for k, name in enumerate(ATTACKS.values(), start=len(CERTIFIED)):
         found = smoothed.pick(rows, method=name)
@@ -203,7 +260,14 @@ EXPERIMENT = of_module(
         liresnet(
             merged(
                 smoothed.FASHION,
-                {"data": {"path": "cifar10.npz", "limit": 6000, "test_limit": 200, "validation": 0.01}},
+                {
+                    "data": {
+                        "path": "cifar10.npz",
+                        "limit": 6000,
+                        "test_limit": 200,
+                        "validation": 0.01,
+                    }
+                },
             ),
             {"channels": 16, "depth": 2, "dense_depth": 1, "hidden": 128},
         ),
@@ -215,7 +279,8 @@ EXPERIMENT = of_module(
     ),
     paper=Settings(
         liresnet(
-            merged(smoothed.CIFAR, {"epochs": 200}), {"channels": 128, "depth": 12, "dense_depth": 8, "hidden": 2048}
+            merged(smoothed.CIFAR, {"epochs": 200}),
+            {"channels": 128, "depth": 12, "dense_depth": 8, "hidden": 2048},
         ),
         smoothed.Sampling(10_000),
         smoothed.temperatures(50, 50),

@@ -30,7 +30,9 @@ def radii(settings: Settings, context: Context) -> Iterator[Row]:
     laws = [Law(c, p, s) for c in settings.classes for p in settings.tops for s in settings.shares]
     for law in context.steps(law for law in laws if (law.probabilities()[1:] < law.p1).all()):
         for n in settings.sizes:
-            point = compare(law, n, repetitions=context.steps_of(settings.repetitions), seed=context.seed)
+            point = compare(
+                law, n, repetitions=context.steps_of(settings.repetitions), seed=context.seed
+            )
             yield {
                 "kind": "radius", "classes": law.classes, "p1": law.p1, "share": law.share, "n": n,
                 "ratio": min(point.ratio, 10.0), **point.radii,
@@ -63,7 +65,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """Never below the best of the others by more than 1 %; larger on average; and its risk below α, by an interval."""
-    points = [r for r in rows if r["kind"] == "radius" and max(r[m] for m in (*OTHERS, "rivals")) > 0]
+    points = [
+        r for r in rows if r["kind"] == "radius" and max(r[m] for m in (*OTHERS, "rivals")) > 0
+    ]
     ratios = [r["ratio"] for r in points]
     total = {m: sum(r[m] for r in points) for m in (*OTHERS, "rivals")}
     gain = ", ".join(f"{m} {total['rivals'] / total[m]:.2f}" for m in OTHERS)
@@ -77,7 +81,9 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     risk = f"wrong certificates with all rivals level {counted}, at α = {risky[0]['alpha']:.0%}"
     return (
         Verdict(graded(min(ratios) >= 0.99, min(ratios) >= 0.9), least, said, "never worse"),
-        Verdict(graded(all(total["rivals"] > total[m] for m in OTHERS)), mean, said, "larger on average"),
+        Verdict(
+            graded(all(total["rivals"] > total[m] for m in OTHERS)), mean, said, "larger on average"
+        ),
         Verdict(graded(all(r["lower"] <= r["alpha"] for r in risky)), risk, "at most α", "risk"),
     )
 
@@ -91,10 +97,24 @@ def draw(rows: Sequence[Row]) -> Figure:
         for k, c in enumerate(sorted({r["classes"] for r in points})):
             found = [r for r in points if (r["n"], r["classes"]) == (n, c)]
             x = [r["p1"] + 0.006 * (k - 1.5) for r in found]
-            axes.plot(x, [r["ratio"] for r in found], MARKERS[k], color=COLOURS[k], label=f"{c} classes", markersize=4)
+            axes.plot(
+                x,
+                [r["ratio"] for r in found],
+                MARKERS[k],
+                color=COLOURS[k],
+                label=f"{c} classes",
+                markersize=4,
+            )
         axes.axhline(1, color="0.3", linewidth=0.8)
-        axes.set(xlabel="p₁", ylabel="radius of rivals / best of the others", yscale="log", title=f"n = {n}")
-        axes.set_yticks([0.9, 1, 1.2, 1.5, 2, 3, 5, 10], ["0.9", "1", "1.2", "1.5", "2", "3", "5", "≥10"])
+        axes.set(
+            xlabel="p₁",
+            ylabel="radius of rivals / best of the others",
+            yscale="log",
+            title=f"n = {n}",
+        )
+        axes.set_yticks(
+            [0.9, 1, 1.2, 1.5, 2, 3, 5, 10], ["0.9", "1", "1.2", "1.5", "2", "3", "5", "≥10"]
+        )
         axes.minorticks_off()
     risky = [r for r in rows if r["kind"] == "risk"]
     last = panels[-1]
@@ -102,12 +122,28 @@ def draw(rows: Sequence[Row]) -> Figure:
         found = [r for r in risky if r["method"] == name]
         x = [i + 0.15 * (k - 1.5) for i in range(len(found))]
         y = [100 * r["wrong"] for r in found]
-        ends = [[100 * (r["wrong"] - r["lower"]) for r in found], [100 * (r["upper"] - r["wrong"]) for r in found]]
-        last.errorbar(x, y, yerr=ends, fmt=MARKERS[k + 4], color=COLOURS[k + 4], capsize=2, label=name, markersize=4)
+        ends = [
+            [100 * (r["wrong"] - r["lower"]) for r in found],
+            [100 * (r["upper"] - r["wrong"]) for r in found],
+        ]
+        last.errorbar(
+            x,
+            y,
+            yerr=ends,
+            fmt=MARKERS[k + 4],
+            color=COLOURS[k + 4],
+            capsize=2,
+            label=name,
+            markersize=4,
+        )
     names = [str(r["classes"]) for r in risky if r["method"] == "rivals"]
     last.set_xticks(range(len(names)), names)
     last.axhline(100 * risky[0]["alpha"], color="0.3", linewidth=0.8)
-    last.set(xlabel="classes, all rivals level", ylabel="wrong certificates (%)", title="risk; the line is α")
+    last.set(
+        xlabel="classes, all rivals level",
+        ylabel="wrong certificates (%)",
+        title="risk; the line is α",
+    )
     legend(panels[0])
     legend(last)
     return figure

@@ -36,19 +36,32 @@ def rows_of(name: str, temperature: float, radius: np.ndarray, start: int) -> It
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per map, temperature and input, all on the same draws; the hardmax has no temperature (0 here)."""
     network = smoothed.prepared(smoothed.under_noise(settings.recipe, settings.sigma), context)
-    classifier, sigma, alpha = network.classifier(settings.sigma), settings.sigma, settings.sampling.alpha
+    classifier, sigma, alpha = (
+        network.classifier(settings.sigma),
+        settings.sigma,
+        settings.sampling.alpha,
+    )
     for part, first, second in smoothed.logits(classifier, network.x, settings.sampling, context):
         counts = smoothed.votes(first), smoothed.votes(second)
         hard = SimplexMap("hardmax")
         scores = apply_map(hard, first), apply_map(hard, second)
-        yield from rows_of(HARD, 0.0, certify_counts(*counts, sigma, alpha, "cpm").radius, part.start)
-        yield from rows_of(COHEN, 0.0, certify_counts(*counts, sigma, alpha, "cohen").radius, part.start)
-        yield from rows_of(HARD_BERNSTEIN, 0.0, certify_scores(*scores, sigma, alpha, "lvm").radius, part.start)
+        yield from rows_of(
+            HARD, 0.0, certify_counts(*counts, sigma, alpha, "cpm").radius, part.start
+        )
+        yield from rows_of(
+            COHEN, 0.0, certify_counts(*counts, sigma, alpha, "cohen").radius, part.start
+        )
+        yield from rows_of(
+            HARD_BERNSTEIN, 0.0, certify_scores(*scores, sigma, alpha, "lvm").radius, part.start
+        )
         for name in SOFT:
             for t in context.steps(settings.temperatures):
                 chosen = SimplexMap(name, t)  # type: ignore[arg-type]
                 yield from rows_of(
-                    name, t, smoothed.certify_logits(chosen, first, second, sigma, alpha).radius, part.start
+                    name,
+                    t,
+                    smoothed.certify_logits(chosen, first, second, sigma, alpha).radius,
+                    part.start,
                 )
 
 
@@ -57,7 +70,9 @@ def table(rows: Sequence[Row]) -> dict[tuple[str, float], np.ndarray]:
     found: dict[tuple[str, float], list[tuple[int, float]]] = {}
     for r in rows:
         found.setdefault((r["map"], r["temperature"]), []).append((r["input"], r["radius"]))
-    return {key: np.array([radius for _, radius in sorted(values)]) for key, values in found.items()}
+    return {
+        key: np.array([radius for _, radius in sorted(values)]) for key, values in found.items()
+    }
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -72,7 +87,9 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     inner = [radius for (_, at), radius in soft.items() if temperatures[0] < at < temperatures[-1]]
     above = np.max(inner, axis=0) > found[HARD, 0.0]
     chosen = soft[name, t][1::2]
-    gains = {h: mean_of((chosen - found[h, 0.0][1::2]).tolist()) for h in (HARD, HARD_BERNSTEIN, COHEN)}
+    gains = {
+        h: mean_of((chosen - found[h, 0.0][1::2]).tolist()) for h in (HARD, HARD_BERNSTEIN, COHEN)
+    }
     near = min(temperatures, key=lambda at: abs(np.log(at)))
     fixed = mean_of((soft[name, near] - found[HARD, 0.0]).tolist())
     shown = ", ".join(f"{g.value:+.4f} ± {g.half:.4f} over {h}" for h, g in gains.items())
@@ -83,7 +100,11 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     return (
         Verdict(graded(bool(above.any())), exists, EXPERIMENT.published, "exists"),
         Verdict(
-            gain_label(gains[HARD]), f"{mean} ({len(chosen)} held-out inputs)", "not claimed", "on average", own=True
+            gain_label(gains[HARD]),
+            f"{mean} ({len(chosen)} held-out inputs)",
+            "not claimed",
+            "on average",
+            own=True,
         ),
     )
 

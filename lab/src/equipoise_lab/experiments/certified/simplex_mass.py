@@ -8,7 +8,12 @@ import numpy as np
 
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.radii import optimal_sigma
-from equipoise_lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
+from equipoise_lab.experiments.certified.rs_new_bound import (
+    LAPTOP_NETWORK,
+    LIPSCHITZ,
+    MASS,
+    PAPER_NETWORK,
+)
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -49,7 +54,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     network = smoothed.prepared(settings.recipe, context)
     sigma = optimal_sigma(LIPSCHITZ, mass=MASS, vector=True)
     blocks = smoothed.logits(network.classifier(sigma), network.x, settings.sampling, context)
-    methods = smoothed.joined(radii(first, second, network.y[part], settings, sigma) for part, first, second in blocks)
+    methods = smoothed.joined(
+        radii(first, second, network.y[part], settings, sigma) for part, first, second in blocks
+    )
     level = 1 - 0.05 / (len(settings.masses) * len(settings.epsilons))
     yield from smoothed.curves(methods, (USUAL,), settings.epsilons, level)
 

@@ -13,10 +13,24 @@ from equipoise.smoothing.simplex import apply_map
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import Mean, mean_of
-from equipoise_lab.experiments.shared.smoothed_networks import Rated, Sampling, curves, logits, pick, prepared, votes
+from equipoise_lab.experiments.shared.smoothed_networks import (
+    Rated,
+    Sampling,
+    curves,
+    logits,
+    pick,
+    prepared,
+    votes,
+)
 from equipoise_lab.experiments.shared.training import merged
 
-PROVED, COHEN, RIVALS, SOFT, AWARE = "deterministic", "cohen", "rivals", "soft votes", "soft votes and L"
+PROVED, COHEN, RIVALS, SOFT, AWARE = (
+    "deterministic",
+    "cohen",
+    "rivals",
+    "soft votes",
+    "soft votes and L",
+)
 METHODS = (PROVED, COHEN, RIVALS, SOFT, AWARE)
 
 
@@ -66,13 +80,19 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         network = prepared(merged(read_recipe(case.recipe).to_dict(), change), context)
         labels, x = network.y, network.x
         constant = lipschitz_bound(network.model, x[:1]).upper
-        proved = certified_radius(network.model, x, torch.from_numpy(labels), effort="fast").radius.numpy()
+        proved = certified_radius(
+            network.model, x, torch.from_numpy(labels), effort="fast"
+        ).radius.numpy()
         context.tell(f"{case.recipe}: Lipschitz constant at most {constant:.3g}")
         parts: dict[str, list[Rated]] = {}
         for level, rate in ((case.votes, hard), (case.sigma, partial(soft, case, constant))):
-            for part, first, second in logits(network.classifier(level), x, settings.sampling, context):
+            for part, first, second in logits(
+                network.classifier(level), x, settings.sampling, context
+            ):
                 for name, found in rate(first, second, level, settings.sampling.alpha).items():
-                    parts.setdefault(name, []).append(Rated(found.radius, found.prediction == labels[part]))
+                    parts.setdefault(name, []).append(
+                        Rated(found.radius, found.prediction == labels[part])
+                    )
         methods = {PROVED: Rated(proved, proved > 0)} | {n: _joined(p) for n, p in parts.items()}
         for row in curves(methods, (COHEN, RIVALS, PROVED), settings.epsilons):
             ours, rival = methods[case.trained_for], methods[row["method"]]
@@ -84,7 +104,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def hard(first: np.ndarray, second: np.ndarray, sigma: float, alpha: float) -> dict[str, Certificates]:
+def hard(
+    first: np.ndarray, second: np.ndarray, sigma: float, alpha: float
+) -> dict[str, Certificates]:
     """Cohen and rivals on the votes."""
     counts = votes(first), votes(second)
     return {name: certify_counts(*counts, sigma, alpha, name) for name in (COHEN, RIVALS)}
@@ -95,7 +117,10 @@ def soft(
 ) -> dict[str, Certificates]:
     """Rivals on the scores of the map, without and with the network's constant."""
     scores = apply_map(case.map, first), apply_map(case.map, second)
-    component, pair = case.map.component_lipschitz(constant, second.shape[-1]), case.map.pair_lipschitz(constant)
+    component, pair = (
+        case.map.component_lipschitz(constant, second.shape[-1]),
+        case.map.pair_lipschitz(constant),
+    )
     return {
         SOFT: certify_scores(*scores, sigma, alpha),
         AWARE: certify_scores(*scores, sigma, alpha, lipschitz=component, pair_lipschitz=pair),
@@ -103,7 +128,9 @@ def soft(
 
 
 def _joined(parts: Sequence[Rated]) -> Rated:
-    return Rated(np.concatenate([p.radius for p in parts]), np.concatenate([p.correct for p in parts]))
+    return Rated(
+        np.concatenate([p.radius for p in parts]), np.concatenate([p.correct for p in parts])
+    )
 
 
 def _counted(rated: Rated) -> np.ndarray:
@@ -119,15 +146,27 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         aim = own[0]["trained for"]
         others = [m for m in (PROVED, COHEN, RIVALS) if pick(own, method=m)]
         gains = {
-            m: Mean(pick(own, method=m)[0]["gain"], pick(own, method=m)[0]["gain ±"], own[0]["inputs"]) for m in others
+            m: Mean(
+                pick(own, method=m)[0]["gain"], pick(own, method=m)[0]["gain ±"], own[0]["inputs"]
+            )
+            for m in others
         }
         low = [g for g in gains.values() if g.high < 0]
         won = all(g.low > 0 for g in gains.values())
         label = Label.REPRODUCED if won else Label.REFUTED if low else Label.OPEN
-        radii = ", ".join(f"{m} {pick(own, method=m)[0]['average radius']:.3f}" for m in METHODS if pick(own, method=m))
+        radii = ", ".join(
+            f"{m} {pick(own, method=m)[0]['average radius']:.3f}"
+            for m in METHODS
+            if pick(own, method=m)
+        )
         over = ", ".join(f"{g.value:+.3f} ± {g.half:.3f} over {m}" for m, g in gains.items())
         verdicts.append(
-            Verdict(label, f"average certified radius {radii}; {aim}: {over}", "more than all others", recipe)
+            Verdict(
+                label,
+                f"average certified radius {radii}; {aim}: {over}",
+                "more than all others",
+                recipe,
+            )
         )
     return tuple(verdicts)
 
@@ -140,7 +179,9 @@ def draw(rows: Sequence[Row]) -> Figure:
         for k, name in enumerate(METHODS):
             found = pick(rows, recipe=recipe, method=name)
             line(axes, [r["epsilon"] for r in found], [r["accuracy"] for r in found], name, k)
-        axes.set(xlabel="ℓ2 radius ε", ylabel="certified accuracy (%)", ylim=(0, None), title=recipe)
+        axes.set(
+            xlabel="ℓ2 radius ε", ylabel="certified accuracy (%)", ylim=(0, None), title=recipe
+        )
         legend(axes)
     return figure
 

@@ -16,7 +16,13 @@ from equipoise_lab.experiments.shared.training import (
     recipe,
 )
 
-SPECTRAL = {"kind": "spectral", "penalty": "squares", "weight": 1e-3, "bound": "gram", "iterations": 6}
+SPECTRAL = {
+    "kind": "spectral",
+    "penalty": "squares",
+    "weight": 1e-3,
+    "bound": "gram",
+    "iterations": 6,
+}
 
 
 def decay(sigma: float, **layer: str) -> dict[str, object]:
@@ -36,7 +42,9 @@ SWEEP: Variants = {
     **{f"dropout {p:g}": {"model": {"arguments": {"dropout": p}}} for p in (0.05, 0.2, 0.3)},
     **{f"weight decay {w:g}": {"optimizer": {"weight_decay": w}} for w in (1e-4, 5e-4, 5e-3)},
     "weight decay": {"optimizer": {"weight_decay": 1e-3}},
-    **{f"SAM {rho:g}": {"optimizer": {"kind": "sam", "rho": rho}} for rho in (0.02, 0.05, 0.1, 0.2)},
+    **{
+        f"SAM {rho:g}": {"optimizer": {"kind": "sam", "rho": rho}} for rho in (0.02, 0.05, 0.1, 0.2)
+    },
     "AD + weight decay": {"regularizers": [AD], "optimizer": {"weight_decay": 1e-3}},
     "AD + spectral": {"regularizers": [AD, SPECTRAL]},
 }
@@ -90,7 +98,10 @@ def judge_parity(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     return gain, Verdict(parity, text, BAEK, "AD gains as much as Baek")
 
 
-MIXER_SWEEP: Variants = {**CHANGES, **{f"AD {s:g}": {"regularizers": [decay(s)]} for s in (0.05, 0.2, 0.3)}}
+MIXER_SWEEP: Variants = {
+    **CHANGES,
+    **{f"AD {s:g}": {"regularizers": [decay(s)]} for s in (0.05, 0.2, 0.3)},
+}
 
 
 def with_asam(sigma: float, rho: float) -> Variants:
@@ -103,14 +114,32 @@ def wide(data: str, depth: int, widen: int, epochs: int, limit: int | None) -> P
     """WideResNet with momentum SGD and the usual augmentation."""
     optimizer = {"lr": 0.1, "weight_decay": 5e-4, "nesterov": True}
     shape = {"depth": depth, "widen": widen}
-    return recipe("wide_resnet", shape, data, epochs, limit=limit, augment=STANDARD, optimizer=optimizer, warmup=0.1)
+    return recipe(
+        "wide_resnet",
+        shape,
+        data,
+        epochs,
+        limit=limit,
+        augment=STANDARD,
+        optimizer=optimizer,
+        warmup=0.1,
+    )
 
 
 def mixer(data: str, width: int, depth: int, epochs: int, limit: int | None) -> Plain:
     """A Mixer on 4×4 patches with AdamW."""
     shape = {"width": width, "depth": depth, "patch_size": 4, "channel_hidden": 4 * width}
     optimizer = {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.01}
-    return recipe("mlp_mixer", shape, data, epochs, limit=limit, augment=["flip"], optimizer=optimizer, warmup=0.1)
+    return recipe(
+        "mlp_mixer",
+        shape,
+        data,
+        epochs,
+        limit=limit,
+        augment=["flip"],
+        optimizer=optimizer,
+        warmup=0.1,
+    )
 
 
 def both_heads(sigma: float) -> list[dict[str, object]]:
@@ -135,12 +164,24 @@ TEXT_SWEEP: Variants = {
 INTENTS = 96.0
 TEXT_CLAIMS = (
     Claim("intents", "AD", 0.45, "98.04 → 98.49 (BERT)", INTENTS, rival="dropout"),
-    Claim("slots, F1", "AD", 2.57, "78.33 → 80.90 (BERT, Snips)", 0.9 * 78.33, rival="dropout", key="slot_f1"),
-    Claim("slots, F1, over neither", "AD", None, "not printed", 0.9 * 78.33, key="slot_f1", own=True),
+    Claim(
+        "slots, F1",
+        "AD",
+        2.57,
+        "78.33 → 80.90 (BERT, Snips)",
+        0.9 * 78.33,
+        rival="dropout",
+        key="slot_f1",
+    ),
+    Claim(
+        "slots, F1, over neither", "AD", None, "not printed", 0.9 * 78.33, key="slot_f1", own=True
+    ),
 )
 
 
-def tagger(limit: int | None, epochs: int, test: int | None, lr: float = 2e-4, batch: int = 32) -> Plain:
+def tagger(
+    limit: int | None, epochs: int, test: int | None, lr: float = 2e-4, batch: int = 32
+) -> Plain:
     """MiniLM with two linear heads."""
     return {
         "model": {"factory": "equipoise_lab.text:minilm_tagger", "arguments": {"dropout": 0.0}},
@@ -171,7 +212,9 @@ EXPERIMENTS = (
         published="97.09 (SGD), 97.48 (ASAM), 97.27 (AD), 97.54 (AD + ASAM), standard deviation 0.03",
         claims=(
             Claim("AD beyond SGD", "AD", 0.18, "97.09 → 97.27", 0.9 * 97.09),
-            Claim("AD on top of ASAM", "AD + ASAM", 0.06, "97.48 → 97.54", 0.9 * 97.48, rival="ASAM"),
+            Claim(
+                "AD on top of ASAM", "AD + ASAM", 0.06, "97.48 → 97.54", 0.9 * 97.48, rival="ASAM"
+            ),
         ),
         laptop=Settings(wide("cifar10.npz", 10, 1, 3, 3000), with_asam(0.1, 0.5), seeds=2),
         paper=Settings(wide("cifar10-full.npz", 28, 10, 300, None), with_asam(0.2, 2.0), seeds=3),
@@ -219,7 +262,9 @@ EXPERIMENTS = (
         published="baseline 62.17; AD(0.1) +2.63, dropout(0.1) +1.73, AD + spectral best (full CIFAR-10)",
         claims=MLP_CLAIMS,
         laptop=Settings(
-            perceptron("cifar10.npz", [128] * 3, 10, **SMALL), chosen("baseline", "AD", "dropout"), seeds=2
+            perceptron("cifar10.npz", [128] * 3, 10, **SMALL),
+            chosen("baseline", "AD", "dropout"),
+            seeds=2,
         ),
         desk=Settings(perceptron("cifar10-full.npz", [512] * 3, 60), DECIDING, seeds=3),
         paper=Settings(perceptron("cifar10-full.npz", [512] * 3, 200), SWEEP, seeds=10),

@@ -43,17 +43,24 @@ def with_wrong_labels(source: Path, target: Path, share: float) -> None:
     np.savez(target, **{**arrays, "y_train": labels})
 
 
-def measured(settings: Settings, path: Path, sigma: float, seed: int, context: Context) -> Iterator[Row]:
+def measured(
+    settings: Settings, path: Path, sigma: float, seed: int, context: Context
+) -> Iterator[Row]:
     """Accuracy on clean test labels, and tr H of the training loss on the inputs it was trained on."""
     from equipoise.train.build import build_data
 
-    change: dict[str, Any] = {"data": {"path": str(path)}, "regularizers": [decay(sigma)] if sigma else []}
+    change: dict[str, Any] = {
+        "data": {"path": str(path)},
+        "regularizers": [decay(sigma)] if sigma else [],
+    }
     result = train(merged(settings.recipe, change), context, seed)
     part = build_data(result.recipe.data).train
     x, y = part.batch(torch.arange(min(settings.inputs, len(part))))
     products = max(6, context.steps_of(settings.products))
     found = trace(LossHessian(result.model.eval(), "ce", (x, y)), products=products, seed=seed)
-    context.tell(f"σ = {sigma:g}, seed {seed}: {result.final['accuracy']:.4f}, trace {found.value:.1f}")
+    context.tell(
+        f"σ = {sigma:g}, seed {seed}: {result.final['accuracy']:.4f}, trace {found.value:.1f}"
+    )
     yield {"sigma": sigma, "seed": seed, "accuracy": result.final["accuracy"], "trace": found.value}
 
 
@@ -94,7 +101,9 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     share = main_share(rows)
     found = {sigma: [mean_of(v) for v in gains(rows, sigma, share)] for sigma in swept(rows, share)}
     verdicts = []
-    for k, (part, least, unit) in enumerate((("accuracy", POINT, "points"), ("trace", TENTH, "% less"))):
+    for k, (part, least, unit) in enumerate(
+        (("accuracy", POINT, "points"), ("trace", TENTH, "% less"))
+    ):
         best = max(found, key=lambda sigma: found[sigma][k].value)
         text = ", ".join(f"σ = {sigma:g}: {means[k].signed}" for sigma, means in found.items())
         label = gain_label(found[best][k], least)
@@ -118,8 +127,12 @@ def draw(rows: Sequence[Row]) -> Figure:
         for k, axes in enumerate(panels):
             means = [mean_of(gains(rows, sigma, share)[k]) for sigma in sigmas]
             shown = f"{share:.0%} wrong labels"
-            intervals(axes, sigmas, means, color=COLOURS[j], marker=MARKERS[j], capsize=3, label=shown)
-    for axes, name in zip(panels, ("gain in accuracy (points)", "trace of the Hessian, less by (%)"), strict=True):
+            intervals(
+                axes, sigmas, means, color=COLOURS[j], marker=MARKERS[j], capsize=3, label=shown
+            )
+    for axes, name in zip(
+        panels, ("gain in accuracy (points)", "trace of the Hessian, less by (%)"), strict=True
+    ):
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set(xlabel="σ of activation decay", ylabel=name)
     legend(panels[0], shared=True)

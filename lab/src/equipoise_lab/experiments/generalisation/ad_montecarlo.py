@@ -24,7 +24,10 @@ class Settings:
 
 
 RECIPE: dict[str, object] = {
-    "model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [64, 64], "activation": "gelu"}},
+    "model": {
+        "factory": "equipoise.nn.models:mlp",
+        "arguments": {"widths": [64, 64], "activation": "gelu"},
+    },
     "data": {"path": "digits"},
     "optimizer": {"kind": "adam", "lr": 2e-3},
     "batch_size": 64,
@@ -50,7 +53,10 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     x, y = load_dataset("digits", "train").batch(range(settings.inputs))
     x = x.double()
     for sigma in context.steps(settings.sigmas):
-        decayed = {"regularizers": [{"kind": "activation-decay", "sigma": sigma}], "epochs": settings.epochs}
+        decayed = {
+            "regularizers": [{"kind": "activation-decay", "sigma": sigma}],
+            "epochs": settings.epochs,
+        }
         model = train({**RECIPE, **decayed}, context).model.double()
         assert isinstance(model, nn.Sequential)
         with torch.random.fork_rng(devices=[]), ActivationDecay(model, sigma) as decay:
@@ -60,7 +66,10 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             model(x)
             smoothed = decay.smoothed_loss(y, context.steps_of(settings.draws))
             theirs = gradient(model[-1], smoothed.mean)
-        gap, error = float((bound - smoothed.mean).detach()), float(smoothed.standard_error.detach())
+        gap, error = (
+            float((bound - smoothed.mean).detach()),
+            float(smoothed.standard_error.detach()),
+        )
         cosine = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
         figures = {
             "cosine": cosine,
@@ -87,9 +96,14 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     corrected = Label.CORRECTED if holds else Label.REFUTED
     return (
         Verdict(
-            graded(min(cosine) >= 0.92 and away <= 1.09, min(cosine) >= 0.92), near, EXPERIMENT.published, "gradients"
+            graded(min(cosine) >= 0.92 and away <= 1.09, min(cosine) >= 0.92),
+            near,
+            EXPERIMENT.published,
+            "gradients",
         ),
-        Verdict(Label.REPRODUCED if max(share) < 1 else corrected, text, "below 1 % of the loss", "gap"),
+        Verdict(
+            Label.REPRODUCED if max(share) < 1 else corrected, text, "below 1 % of the loss", "gap"
+        ),
     )
 
 

@@ -6,7 +6,13 @@ from typing import Any
 
 from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
-from equipoise_lab.experiments.generalisation.activation_decay import AD, MLP, SCALE, SMALL, perceptron
+from equipoise_lab.experiments.generalisation.activation_decay import (
+    AD,
+    MLP,
+    SCALE,
+    SMALL,
+    perceptron,
+)
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise_lab.experiments.shared.training import Settings as Comparison
 from equipoise_lab.experiments.shared.training import by_variant, paired
@@ -55,7 +61,9 @@ def precondition(rows: Sequence[Row]) -> Precondition:
     """The baseline's mean accuracy at its best width."""
     baseline = [row for row in rows if row["variant"] == "baseline"]
     widths = {row["width"] for row in baseline}
-    best = max(mean_of([100 * r["accuracy"] for r in baseline if r["width"] == w]).value for w in widths)
+    best = max(
+        mean_of([100 * r["accuracy"] for r in baseline if r["width"] == w]).value for w in widths
+    )
     return Precondition("best baseline", best, MLP)
 
 
@@ -64,7 +72,10 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, (axes,) = canvas()
     widths = sorted({row["width"] for row in rows})
     for k, name in enumerate(("baseline", "AD")):
-        means = [mean_of([100 * v for v in by_variant([r for r in rows if r["width"] == w])[name]]) for w in widths]
+        means = [
+            mean_of([100 * v for v in by_variant([r for r in rows if r["width"] == w])[name]])
+            for w in widths
+        ]
         intervals(axes, widths, means, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=name)
     axes.set(xscale="log", xlabel="width of the hidden layers", ylabel="test accuracy (%)")
     axes.set_xticks(widths, [str(w) for w in widths])
@@ -81,8 +92,12 @@ EXPERIMENT = of_module(
     published="improves at every width (figure; +2.63 for four layers)",
     laptop=Settings("cifar10.npz", widths=(64, 256), seeds=2, epochs=6, options=SMALL),
     desk=Settings("cifar10.npz", widths=(64, 256), seeds=4, epochs=6, options=SMALL),
-    paper=Settings("cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200),
-    power=lambda rows: power_of(min(by_width(rows).items())[1], GAIN, "points (printed for four layers)"),
+    paper=Settings(
+        "cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200
+    ),
+    power=lambda rows: power_of(
+        min(by_width(rows).items())[1], GAIN, "points (printed for four layers)"
+    ),
     notes=(SCALE,),
     precondition=precondition,
     needs=("cifar10.npz",),

@@ -33,7 +33,10 @@ class Settings:
 def recipe(settings: Settings, sigma: float) -> dict[str, object]:
     """A small ReLU MLP on the bundled digits."""
     return {
-        "model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [settings.width] * 2}},
+        "model": {
+            "factory": "equipoise.nn.models:mlp",
+            "arguments": {"widths": [settings.width] * 2},
+        },
         "data": {"path": "digits"},
         "regularizers": [{"kind": "activation-decay", "sigma": sigma}] if sigma else [],
         "optimizer": {"kind": "adam", "lr": 3e-3},
@@ -68,14 +71,21 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             measured, epsilon = last_layer(result.model, x, y)
             base = measured if sigma == 0 else base
             bound = base * math.erf(epsilon / (math.sqrt(2) * base * sigma)) if sigma else base
-            figures = {"measured": measured, "bound": bound, "epsilon": epsilon, "accuracy": result.final["accuracy"]}
+            figures = {
+                "measured": measured,
+                "bound": bound,
+                "epsilon": epsilon,
+                "accuracy": result.final["accuracy"],
+            }
             yield {"sigma": sigma, "seed": seed, **figures}
         context.tell(f"seed {seed}")
 
 
 def means(rows: Sequence[Row], key: str) -> dict[float, float]:
     """Mean over the seeds, by σ."""
-    return {s: mean(r[key] for r in rows if r["sigma"] == s) for s in sorted({r["sigma"] for r in rows})}
+    return {
+        s: mean(r[key] for r in rows if r["sigma"] == s) for s in sorted({r["sigma"] for r in rows})
+    }
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -89,17 +99,26 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     counted = f"below the measured value in {below} of {len(rows)} runs (heuristic: H and ε are values at a point)"
     return (
         Verdict(graded(falls), trend, EXPERIMENT.published, "trend"),
-        Verdict(graded(below == 0, below < len(rows) / 10), counted, "a bound, with a mismatch left open", "above"),
+        Verdict(
+            graded(below == 0, below < len(rows) / 10),
+            counted,
+            "a bound, with a mismatch left open",
+            "above",
+        ),
     )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Both against σ: the means as lines, a mark per seed."""
     figure, (axes,) = canvas()
-    for k, (key, name) in enumerate((("measured", "top eigenvalue, last layer"), ("bound", "H·erf(ε/(√2Hσ))"))):
+    for k, (key, name) in enumerate(
+        (("measured", "top eigenvalue, last layer"), ("bound", "H·erf(ε/(√2Hσ))"))
+    ):
         found = means(rows, key)
         line(axes, list(found), list(found.values()), name, k)
-        line(axes, [r["sigma"] for r in rows], [r[key] for r in rows], "", k, linestyle="", alpha=0.4)
+        line(
+            axes, [r["sigma"] for r in rows], [r[key] for r in rows], "", k, linestyle="", alpha=0.4
+        )
     axes.set(yscale="log", xlabel="σ of activation decay", ylabel="curvature of the last layer")
     legend(axes)
     return figure

@@ -78,7 +78,12 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for part in settings.parts:
         for name, measure in context.steps(work[part](settings, context)):
             for row in context.cell(f"{part} {name}", measure):
-                context.tell(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+                context.tell(
+                    ", ".join(
+                        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                        for k, v in row.items()
+                    )
+                )
                 yield row
 
 
@@ -93,7 +98,11 @@ def random_row(name: str, r: float, settings: Settings, context: Context) -> Ite
     layers, centre = random_layers(name, context)
     start = time.process_time()
     found = local_lipschitz(
-        dense(layers), centre, r * math.sqrt(5), steps=context.steps_of(settings.attack_steps), effort="multipliers"
+        dense(layers),
+        centre,
+        r * math.sqrt(5),
+        steps=context.steps_of(settings.attack_steps),
+        effort="multipliers",
     )
     prototype, published = TABLE[name, r]
     yield {
@@ -111,7 +120,12 @@ def eclipse_part(settings: Settings, context: Context) -> Iterator[Task]:
 def mnist_part(settings: Settings, context: Context) -> Iterator[Task]:
     """Certified radii against all rivals, by the relaxation alone (CROWN) and by everything."""
     for i in range(settings.mnist_images):
-        yield f"{i}", partial(mnist_row, i, linf=i < settings.linf_images and not context.dry, context=context)
+        yield (
+            f"{i}",
+            partial(
+                mnist_row, i, linf=i < settings.linf_images and not context.dry, context=context
+            ),
+        )
 
 
 def mnist_row(i: int, *, linf: bool, context: Context) -> Iterator[Row]:
@@ -126,9 +140,13 @@ def mnist_row(i: int, *, linf: bool, context: Context) -> Iterator[Row]:
         "rival": int(best.rivals), "cpu seconds": round(time.process_time() - start, 2),
     }  # fmt: skip
     if linf:
-        both = (certified_radius(net, x, label, norm="linf", effort=e) for e in ("relaxation", "auto"))
+        both = (
+            certified_radius(net, x, label, norm="linf", effort=e) for e in ("relaxation", "auto")
+        )
         row["linf crown"], row["linf radius"] = (float(found.radius) for found in both)
-        evaluated = certified_radius(net, x, label, effort="relaxation", deployed="float32").deployed
+        evaluated = certified_radius(
+            net, x, label, effort="relaxation", deployed="float32"
+        ).deployed
         row["crown as evaluated"] = None if evaluated is None else float(evaluated)
     yield row
 
@@ -136,11 +154,15 @@ def mnist_row(i: int, *, linf: bool, context: Context) -> Iterator[Row]:
 def fashion_part(settings: Settings, context: Context) -> Iterator[Task]:
     """A CNN trained without robustness in mind: radii three ways, and whether ε is certified, also by smoothing it."""
     trained = cache(partial(fashion_network, settings, context))
-    x, y = load_dataset(str(context.file("fashion_mnist.npz")), "test").batch(np.arange(settings.fashion_images))
+    x, y = load_dataset(str(context.file("fashion_mnist.npz")), "test").batch(
+        np.arange(settings.fashion_images)
+    )
 
     def measure(i: int) -> Iterator[Row]:
         net, accuracy = trained()
-        yield fashion_row(net, x[i : i + 1], y[i : i + 1], i, settings, context) | {"accuracy": accuracy}
+        yield fashion_row(net, x[i : i + 1], y[i : i + 1], i, settings, context) | {
+            "accuracy": accuracy
+        }
 
     for i in range(len(x)):
         yield f"{i}", partial(measure, i)
@@ -155,13 +177,23 @@ def fashion_network(settings: Settings, context: Context) -> tuple[nn.Module, fl
     return result.model.eval().requires_grad_(False), accuracy
 
 
-def fashion_row(net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Settings, context: Context) -> Row:
+def fashion_row(
+    net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Settings, context: Context
+) -> Row:
     """One image."""
     start, dry = time.process_time(), context.dry
-    best = certified_radius(net, x, label, effort="fast" if dry else "auto", seconds=FASHION_SECONDS)
+    best = certified_radius(
+        net, x, label, effort="fast" if dry else "auto", seconds=FASHION_SECONDS
+    )
     took, right = time.process_time() - start, bool(net(x).argmax() == label)
-    crown = float(certified_radius(net, x, label, effort="fast" if dry else "relaxation").radius) if right else 0.0
-    smooth = SmoothedClassifier(net, settings.sigma, 10, seed=0).certify(x, n=context.steps_of(settings.draws), ids=[i])
+    crown = (
+        float(certified_radius(net, x, label, effort="fast" if dry else "relaxation").radius)
+        if right
+        else 0.0
+    )
+    smooth = SmoothedClassifier(net, settings.sigma, 10, seed=0).certify(
+        x, n=context.steps_of(settings.draws), ids=[i]
+    )
     return {
         "part": "fashion", "image": i, "epsilon": settings.epsilon, "right": right, "crown": crown, "radius": float(best.radius),
         "zonotope": zonotope_radius(net, x, 2 * crown) if crown > 0 and not dry else crown, "method": best.methods[0],
@@ -172,7 +204,9 @@ def fashion_row(net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Sett
 
 def resnet_part(settings: Settings, context: Context) -> Iterator[Task]:
     """The trained CIFAR ResNet-20 at one image: local over global bound, time and memory."""
-    net = load_weights(build("cifar_resnet20", mean=None, std=None), context.file("cifar10-resnet20.safetensors"))
+    net = load_weights(
+        build("cifar_resnet20", mean=None, std=None), context.file("cifar10-resnet20.safetensors")
+    )
     net = net.eval().requires_grad_(False)
     x, _ = load_dataset(str(context.file("cifar10.npz")), "test").batch(np.arange(1))
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -201,7 +235,13 @@ def resnet_part(settings: Settings, context: Context) -> Iterator[Task]:
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """A verdict per part that was run."""
-    judges = {"random": _random, "eclipse-nn": _eclipse, "mnist": _mnist, "fashion": _fashion, "resnet": _resnet}
+    judges = {
+        "random": _random,
+        "eclipse-nn": _eclipse,
+        "mnist": _mnist,
+        "fashion": _fashion,
+        "resnet": _resnet,
+    }
     by = {part: [r for r in rows if r["part"] == part] for part in PARTS}
     return tuple(judges[part](found) for part, found in by.items() if found)
 
@@ -209,7 +249,9 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
 def _random(rows: Sequence[Row]) -> Verdict:
     reached = [r["upper"] <= r["prototype"] * 1.002 for r in rows]
     below = all(r["ECLipsE-Gen-Local"] is None or r["upper"] < r["ECLipsE-Gen-Local"] for r in rows)
-    text = ", ".join(f"{r['network']} {r['radius']:g}: {r['upper']:.4g} (attack {r['attack']:.3g})" for r in rows)
+    text = ", ".join(
+        f"{r['network']} {r['radius']:g}: {r['upper']:.4g} (attack {r['attack']:.3g})" for r in rows
+    )
     shown = ", ".join(f"{r['prototype']:g}" for r in rows)
     return Verdict(
         graded(all(reached) and below),
@@ -224,13 +266,19 @@ def _eclipse(rows: Sequence[Row]) -> Verdict:
     meant = [r for r in rows if "meant" in r["method"]]
     crashed = sum(bool(r["crash"]) for r in rows)
     fell = sum(r["fell back"] > 0 for r in installed)
-    least = min((r["least eigenvalue"] for r in meant if r["least eigenvalue"] is not None), default=math.nan)
+    least = min(
+        (r["least eigenvalue"] for r in meant if r["least eigenvalue"] is not None),
+        default=math.nan,
+    )
     text = (
         f"{crashed} crashes in {len(rows)} calls; as installed {fell} of {len(installed)} fall back to the closed form; with the "
         f"status read as meant, solutions with eigenvalues down to {least:.1e} were met and refused"
     )
     return Verdict(
-        Label.CORRECTED, text, "accepts eigenvalues down to −10⁻⁶, crashes at small radii", "eclipse-nn 0.1.7"
+        Label.CORRECTED,
+        text,
+        "accepts eigenvalues down to −10⁻⁶, crashes at small radii",
+        "eclipse-nn 0.1.7",
     )
 
 
@@ -243,16 +291,26 @@ def _mnist(rows: Sequence[Row]) -> Verdict:
         f"{mean:.3f} × CROWN over {len(ratios)} of {len(rows)} images (least {min(ratios, default=math.nan):.3f}), ℓ∞ at least "
         f"CROWN's: {linf}; {times[len(times) // 2]:.1f} s an image in the median, {times[-1]:.1f} at most"
     )
-    return Verdict(graded(mean >= GOAL_MNIST and linf, mean > 1), text, f"≥ {GOAL_MNIST:g} × CROWN", "mnist-6x100, ℓ2")
+    return Verdict(
+        graded(mean >= GOAL_MNIST and linf, mean > 1),
+        text,
+        f"≥ {GOAL_MNIST:g} × CROWN",
+        "mnist-6x100, ℓ2",
+    )
 
 
 def _fashion(rows: Sequence[Row]) -> Verdict:
     right = [r for r in rows if r["right"] and r["zonotope"] > 0]
     over = {
-        k: math.exp(float(np.mean([math.log(r["radius"] / r[k]) for r in right]))) if right else math.nan
+        k: math.exp(float(np.mean([math.log(r["radius"] / r[k]) for r in right])))
+        if right
+        else math.nan
         for k in ("zonotope", "crown")
     }
-    share = {k: 100 * float(np.mean([r[k] >= r["epsilon"] for r in rows])) for k in ("radius", "crown", "smoothed")}
+    share = {
+        k: 100 * float(np.mean([r[k] >= r["epsilon"] for r in rows]))
+        for k in ("radius", "crown", "smoothed")
+    }
     text = (
         f"{over['zonotope']:.2f} × zonotope, {over['crown']:.2f} × CROWN over {len(right)} images (test accuracy "
         f"{100 * rows[0]['accuracy']:.1f} %); certified accuracy at {rows[0]['epsilon']:g}: {share['radius']:.0f} % "
@@ -260,7 +318,9 @@ def _fashion(rows: Sequence[Row]) -> Verdict:
         f"the smoothed network {share['smoothed']:.0f} %, at risk 0.001) of {len(rows)} images"
     )
     done = over["zonotope"] >= GOAL_FASHION and over["crown"] >= 1
-    return Verdict(graded(done, True), text, f"≥ {GOAL_FASHION:g} × zonotope, ≥ CROWN", "fashion CNN")
+    return Verdict(
+        graded(done, True), text, f"≥ {GOAL_FASHION:g} × zonotope, ≥ CROWN", "fashion CNN"
+    )
 
 
 def _resnet(rows: Sequence[Row]) -> Verdict:
@@ -270,7 +330,9 @@ def _resnet(rows: Sequence[Row]) -> Verdict:
         f"{r['attack']:.3g} of {r['global']:.3g})"
         for r in rows
     )
-    return Verdict(graded(all(met), any(met)), text, "below 0.01 at 0.05 and 0.1 at 0.25", "ResNet-20")
+    return Verdict(
+        graded(all(met), any(met)), text, "below 0.01 at 0.05 and 0.1 at 0.25", "ResNet-20"
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -278,7 +340,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, (axes,) = canvas(width=4.6, height=4.2)
     for part, mark in (("mnist", "o"), ("fashion", "s")):
         found = [r for r in rows if r["part"] == part and r["crown"] > 0]
-        axes.plot([r["crown"] for r in found], [r["radius"] for r in found], mark, markersize=4, label=part)
+        axes.plot(
+            [r["crown"] for r in found],
+            [r["radius"] for r in found],
+            mark,
+            markersize=4,
+            label=part,
+        )
     ends = [0.0, max([r["crown"] for r in rows if r.get("crown")], default=1.0)]
     axes.plot(ends, ends, "k:", linewidth=1, label="CROWN")
     axes.set(xlabel="radius by the relaxation alone", ylabel="radius by multipliers")
@@ -304,7 +372,14 @@ EXPERIMENT = of_module(
     published="2.38, 2.71, 0.346, 0.184, 0.00197, 0.043, 0.0024 on random networks; 1.25 × CROWN on mnist-6x100",
     laptop=Settings(("random", "mnist")),
     desk=DESK,
-    paper=replace(DESK, parts=PARTS, linf_images=50, fashion_images=100, draws=100_000, resnet_radii=(0.05, 0.25)),
+    paper=replace(
+        DESK,
+        parts=PARTS,
+        linf_images=50,
+        fashion_images=100,
+        draws=100_000,
+        resnet_radii=(0.05, 0.25),
+    ),
     needs=(
         "random-relu-nets.npz",
         "mnist-6x100.safetensors",

@@ -9,7 +9,14 @@ import torch
 from equipoise.conversion import export
 from equipoise.data import load_dataset
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Precondition,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.experiments.shared.training import train
 from equipoise_lab.models import factory
@@ -56,40 +63,61 @@ def recipe(settings: Settings, name: str, sigma: float) -> dict[str, object]:
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per network and σ: largest local constant found (a lower bound) and the logarithm of the product bound."""
+    """One row per network and σ: the local maxima that were found (lower bounds), their mean over the inputs (the thesis'
+    empirical Lipschitz constant) and the largest, and the logarithm of the product bound.
+    """
     steps = 2 if context.dry else 20
     for name in settings.networks:
         for sigma in context.steps(settings.sigmas):
             result = train(recipe(settings, name, sigma), context)
-            data = load_dataset(str(context.file(settings.data)) if "." in settings.data else settings.data, "test")
+            data = load_dataset(
+                str(context.file(settings.data)) if "." in settings.data else settings.data, "test"
+            )
             x, _ = data.batch(range(1 if context.dry else settings.inputs))
             model = export(result.model.eval(), x[:1])
             report = lipschitz_bound(model, x[:1])
-            local = float(torch.as_tensor(local_lipschitz(model, x, settings.radius, steps=steps).lower).max())
-            context.tell(f"{name}, σ = {sigma}: local {local:.3g}, product 10^{report.log_product / math.log(10):.2f}")
-            yield {"network": name, "sigma": sigma, "local": local, "log product": report.log_product,
-                   "accuracy": result.final["accuracy"]}  # fmt: skip
+            found = local_lipschitz(model, x, settings.radius, steps=steps).lower
+            maxima = torch.as_tensor(found).flatten()
+            local, largest = float(maxima.mean()), float(maxima.max())
+            context.tell(
+                f"{name}, σ = {sigma}: local {local:.3g} (largest {largest:.3g}), "
+                f"product 10^{report.log_product / math.log(10):.2f}"
+            )
+            yield {"network": name, "sigma": sigma, "local": local, "largest": largest, "inputs": len(x),
+                   "log product": report.log_product, "accuracy": result.final["accuracy"]}  # fmt: skip
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Noise lowers the local constant of both; the gap to the product is within a factor 10 by design, far beyond it without."""
-    gap = {(r["network"], r["sigma"]): math.exp(min(r["log product"] - math.log(r["local"]), 600)) for r in rows}
+    """Noise lowers the mean local constant of both; the product is within a factor 10 of it by design, far beyond without."""
+    gap = {
+        (r["network"], r["sigma"]): math.exp(min(r["log product"] - math.log(r["local"]), 600))
+        for r in rows
+    }
     falls = True
     for name in {r["network"] for r in rows}:
         found = sorted((r["sigma"], r["local"]) for r in rows if r["network"] == name)
         falls = falls and found[-1][1] < found[0][1]
     by_design = max(v for (n, _), v in gap.items() if n == "LiResNet")
     plain = min(v for (n, _), v in gap.items() if n != "LiResNet")
-    label = graded(falls and by_design < 10 < plain / 10, by_design < plain)
+    # one network per σ has no interval: the direction is all that it can show
+    label = graded(False, falls and by_design < 10 < plain / 10)
     text = "; ".join(
-        f"{r['network']} σ={r['sigma']}: {r['local']:.3g} / {math.exp(min(r['log product'], 600)):.2g}" for r in rows
+        f"{r['network']} σ={r['sigma']}: {r['local']:.3g} (largest {r['largest']:.3g}) / "
+        f"{math.exp(min(r['log product'], 600)):.2g}"
+        for r in rows
     )
-    return Verdict(label, f"local / product: {text}", EXPERIMENT.published)
+    return Verdict(
+        label,
+        f"mean over {rows[0]['inputs']} inputs of the local maxima / product: {text}",
+        EXPERIMENT.published,
+    )
 
 
 def precondition(rows: Sequence[Row]) -> Precondition:
     """The least accuracy of the networks trained without noise."""
-    return Precondition("least accuracy at σ = 0", 100 * min(r["accuracy"] for r in rows if r["sigma"] == 0), 70.0)
+    return Precondition(
+        "least accuracy at σ = 0", 100 * min(r["accuracy"] for r in rows if r["sigma"] == 0), 70.0
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -98,12 +126,24 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, name in enumerate(dict.fromkeys(r["network"] for r in rows)):
         found = [r for r in rows if r["network"] == name]
         x = [r["sigma"] for r in found]
-        line(axes, x, [r["local"] for r in found], f"{name}, local (found)", 2 * k)
-        line(axes, x, [math.exp(min(r["log product"], 600)) for r in found], f"{name}, product bound", 2 * k + 1)
+        line(
+            axes, x, [r["local"] for r in found], f"{name}, local (mean of the maxima found)", 2 * k
+        )
+        line(
+            axes,
+            x,
+            [math.exp(min(r["log product"], 600)) for r in found],
+            f"{name}, product bound",
+            2 * k + 1,
+        )
     for k, (name, table) in enumerate(PUBLISHED_TABLE.items()):
         for j, what in enumerate(("local", "product")):
             published(
-                axes, [row[0] for row in table], [row[1 + j] for row in table], f"published: {name}, {what}", 2 * k + j
+                axes,
+                [row[0] for row in table],
+                [row[1 + j] for row in table],
+                f"published: {name}, {what}",
+                2 * k + j,
             )
     axes.set(yscale="log", xlabel="noise σ in training", ylabel="Lipschitz constant")
     legend(axes)
@@ -120,12 +160,15 @@ EXPERIMENT = of_module(
         "fashion_mnist.npz",
         (0.0, 0.5),
         {
-            "LiResNet": ("liresnet", {"channels": 12, "depth": 2, "dense_depth": 1, "hidden": 64, "constant": 8.0}),
+            "LiResNet": (
+                "liresnet",
+                {"channels": 12, "depth": 2, "dense_depth": 1, "hidden": 64, "constant": 8.0},
+            ),
             "ResNet": ("cifar_resnet", {"depth": 20, "width": 8, "mean": None, "std": None}),
         },
         epochs=2,
         limit=4000,
-        inputs=8,
+        inputs=64,
     ),
     precondition=precondition,
     notes=("one network per σ: no interval, and σ = 1 is missing at laptop scale",),

@@ -91,10 +91,17 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, key in enumerate(("product", "fused")):
         found = ratios(rows, key)
         x = [i + 0.4 * k for i in range(len(names))]
-        bars = axes.bar(x, [found[n] for n in names], 0.38, color=COLOURS[k], label=key, hatch=("", "//")[k])
+        bars = axes.bar(
+            x, [found[n] for n in names], 0.38, color=COLOURS[k], label=key, hatch=("", "//")[k]
+        )
         axes.bar_label(bars, fmt="%.2g", fontsize=8)
     known = {name: value for name, value in PUBLISHED_TABLE.items() if name in names}
-    published(axes, [names.index(n) for n in known], list(known.values()), "published (product, ImageNet weights)")
+    published(
+        axes,
+        [names.index(n) for n in known],
+        list(known.values()),
+        "published (product, ImageNet weights)",
+    )
     axes.axhline(1, color="0.3", linewidth=0.8)
     axes.set_xticks([i + 0.2 for i in range(len(names))], names, rotation=15)
     axes.set(ylabel="bound / product with Ryu's norms", yscale="log")
@@ -119,7 +126,15 @@ EXPERIMENT = of_module(
     paper=Settings(
         tuple(
             (name, {"input_size": 224, "num_classes": 1000}, "")
-            for name in ("vgg16", "vgg19", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+            for name in (
+                "vgg16",
+                "vgg19",
+                "resnet18",
+                "resnet34",
+                "resnet50",
+                "resnet101",
+                "resnet152",
+            )
         )
     ),
     needs=("cifar10-resnet20.safetensors", "cifar10-resnet56.safetensors"),

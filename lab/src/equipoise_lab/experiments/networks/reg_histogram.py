@@ -9,7 +9,14 @@ from torch import nn
 
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import input_shapes
-from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Precondition,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
 from equipoise_lab.experiments.generalisation.reg_accuracy import (
     LEAST_ACCURACY,
@@ -39,7 +46,10 @@ def norms(model: nn.Module, size: int = 32) -> dict[str, float]:
     """Certified upper end of every convolution's norm on the image it sees."""
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
     seen = input_shapes(model, {**convolutions}, torch.zeros(1, 3, size, size))
-    found = {name: spectral_norm(m, input_size=seen[name][1:], rtol=1e-3) for name, m in convolutions.items()}
+    found = {
+        name: spectral_norm(m, input_size=seen[name][1:], rtol=1e-3)
+        for name, m in convolutions.items()
+    }
     return {name: float(bracket.upper) for name, bracket in found.items()}
 
 
@@ -62,7 +72,10 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """At most 1: every norm of ours within 2 % of the target or below. Dispersion: ours the least of all, about the
     target. A verdict on Singla's and Araujo's side each: above the target at most by a tenth; below it for some layers.
     """
-    ends = {m: [r["norm"] for r in rows if r["method"] == m] for m in dict.fromkeys(r["method"] for r in rows)}
+    ends = {
+        m: [r["norm"] for r in rows if r["method"] == m]
+        for m in dict.fromkeys(r["method"] for r in rows)
+    }
     shown = ", ".join(f"{m} {min(v):.3g}–{max(v):.3g}" for m, v in ends.items())
     off = {m: sum(abs(x - 1) for x in v) / len(v) for m, v in ends.items()}
     offs = ", ".join(f"{m} {v:.3f}" for m, v in off.items())
@@ -118,7 +131,8 @@ EXPERIMENT = of_module(
     claim="Regularising the spectral norms leaves every convolution at the target norm; other methods scatter.",
     published="ours: a spike at 1; Singla up to 1.1; weight decay scattered",
     laptop=Settings(
-        resnet18("cifar10.npz", 4, 2, 320, 32), {k: METHODS[k] for k in ("none", "ours", "Singla", "Araujo")}
+        resnet18("cifar10.npz", 4, 2, 320, 32),
+        {k: METHODS[k] for k in ("none", "ours", "Singla", "Araujo")},
     ),
     desk=Settings(resnet18("cifar10-full.npz", 8, 30, 12_000, 128)),
     precondition=precondition,

@@ -29,7 +29,11 @@ def values(settings: Settings, context: Context) -> Iterator[tuple[float, float,
     model = Probit(torch.ones(1), 0.0, settings.lipschitz * math.sqrt(2 * math.pi))
     for x in context.steps(np.linspace(-settings.reach, settings.reach, settings.points).tolist()):
         at = torch.tensor([x], dtype=torch.float64)
-        yield x, float(model.smoothed(at, settings.sigma)), float(model.gradient(at, settings.sigma))
+        yield (
+            x,
+            float(model.smoothed(at, settings.sigma)),
+            float(model.gradient(at, settings.sigma)),
+        )
 
 
 def plain_rows(settings: Settings, context: Context) -> Iterator[Row]:
@@ -52,7 +56,9 @@ def quantile_rows(settings: Settings, context: Context) -> Iterator[Row]:
 
 def judge(rows: Sequence[Row], ours: str, others: Sequence[str], published: str) -> Verdict:
     """Every bound must hold everywhere and ours be the smallest; told is how near it comes where F̃ is steepest."""
-    holds = all(row["gradient"] <= row[name] * (1 + 1e-9) for row in rows for name in (ours, *others))
+    holds = all(
+        row["gradient"] <= row[name] * (1 + 1e-9) for row in rows for name in (ours, *others)
+    )
     tighter = all(row[ours] <= min(row[name] for name in others) * (1 + 1e-9) for row in rows)
     middle = min(rows, key=lambda row: abs(row["x"]))
     rival = min(middle[name] for name in others)
@@ -66,7 +72,15 @@ def draw(rows: Sequence[Row], names: dict[str, str], ylabel: str) -> Figure:
     figure, (axes,) = canvas(width=5.2)
     x = [row["x"] for row in rows]
     for k, (key, name) in enumerate(names.items()):
-        line(axes, x, [row[key] for row in rows], name, k, marker="", linewidth=2.2 if key == "gradient" else 1.6)
+        line(
+            axes,
+            x,
+            [row[key] for row in rows],
+            name,
+            k,
+            marker="",
+            linewidth=2.2 if key == "gradient" else 1.6,
+        )
     axes.set(xlabel="x", ylabel=ylabel)
     axes.set_ylim(top=1.45 * max(row[key] for row in rows for key in names))  # room for the legend
     legend(axes)

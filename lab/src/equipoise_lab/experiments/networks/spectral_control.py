@@ -29,7 +29,10 @@ class Settings:
 
 
 def _muon(matrices: list[Tensor], vectors: list[Tensor]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Muon(matrices, lr=0.05, weight_decay=0.01), torch.optim.Adam(vectors, lr=0.01)]
+    return [
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.01),
+        torch.optim.Adam(vectors, lr=0.01),
+    ]
 
 
 #: optimizers at large learning rates
@@ -80,18 +83,30 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for optimizer in context.steps(OPTIMIZERS):
         for iterations in (*settings.iterations, 0):
             row = _trained(settings, context, optimizer, iterations, x, y, unseen)
-            context.tell(f"{optimizer}, {row['control']}: {row['violations']} violations, worst {row['worst']:.2%}")
+            context.tell(
+                f"{optimizer}, {row['control']}: {row['violations']} violations, worst {row['worst']:.2%}"
+            )
             yield row
 
 
 def _trained(
-    settings: Settings, context: Context, name: str, iterations: int, x: Tensor, y: Tensor, test: tuple[Tensor, Tensor]
+    settings: Settings,
+    context: Context,
+    name: str,
+    iterations: int,
+    x: Tensor,
+    y: Tensor,
+    test: tuple[Tensor, Tensor],
 ) -> Row:
     torch.manual_seed(context.seed)
     model = network(settings, x[0].numel(), int(y.max()) + 1)
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     optimizers = OPTIMIZERS[name](list(weights), [p for p in model.parameters() if p.dim() < 2])
-    control: Any = PowerCap(model, settings.radius, iterations) if iterations else SpectralGuard(model, settings.radius)
+    control: Any = (
+        PowerCap(model, settings.radius, iterations)
+        if iterations
+        else SpectralGuard(model, settings.radius)
+    )
     generator = torch.Generator().manual_seed(context.seed)
     violations, worst, steps = 0, 0.0, context.steps_of(settings.steps)
     proved = 0.0
@@ -107,7 +122,9 @@ def _trained(
             violations += excess > TOLERANCE
             worst = max(worst, excess)
         if not iterations:
-            proved = max(proved, *(float(b.upper) / settings.radius - 1 for b in control.bounds().values()))
+            proved = max(
+                proved, *(float(b.upper) / settings.radius - 1 for b in control.bounds().values())
+            )
     with torch.no_grad():
         accuracy = float((model(test[0]).argmax(1) == test[1]).double().mean())
     return {
@@ -117,7 +134,9 @@ def _trained(
         "violations": violations,
         "worst": worst,
         "proved": proved if not iterations else None,
-        "new proofs": sum(control.used[k] for k in ("renewed", "direct")) if not iterations else None,
+        "new proofs": sum(control.used[k] for k in ("renewed", "direct"))
+        if not iterations
+        else None,
         "accuracy": accuracy,
     }
 
@@ -128,7 +147,13 @@ def judge(rows: Sequence[Row]) -> Verdict:
     others = [r for r in rows if r["control"] != "guard"]
     broken = sum(r["violations"] for r in guard)
     single = [r for r in others if r["control"].startswith("1 ")]
-    label = Label.REFUTED if broken else Label.REPRODUCED if any(r["violations"] for r in single) else Label.DIRECTION
+    label = (
+        Label.REFUTED
+        if broken
+        else Label.REPRODUCED
+        if any(r["violations"] for r in single)
+        else Label.DIRECTION
+    )
     text = "; ".join(
         f"{name}: {sum(r['violations'] for r in part)} of {sum(r['checks'] for r in part)} norms above R(1 + 10⁻³), "
         f"worst {max(r['worst'] for r in part):.2%}"

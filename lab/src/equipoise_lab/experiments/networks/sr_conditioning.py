@@ -42,7 +42,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             sigma = torch.linalg.svdvals(layer.weight.detach())
             for i in np.linspace(0, len(sigma) - 1, 33).round().astype(int).tolist():
                 value = float(sigma[i] / sigma[0])
-                yield {"shape": shape, "what": "profile", "method": name, "index": i, "value": value}
+                yield {
+                    "shape": shape,
+                    "what": "profile",
+                    "method": name,
+                    "index": i,
+                    "value": value,
+                }
         for t in context.steps(settings.steps):
             layer = layers(Settings(profile=(t,)), W)[f"SR, t = {t}"]
             top = float(torch.linalg.matrix_norm(layer.weight.detach(), ord=2))
@@ -63,7 +69,10 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         verdicts.append(Verdict(label, f"mean σᵢ/σ₁: {shown}", EXPERIMENT.published, shape))
     norms = [row["value"] for row in rows if row["what"] == "norm"]
     rising = f"σ₁ after SR from {min(norms):.3f} (t = 1) to {max(norms):.4f}"
-    return (*verdicts, Verdict(graded(max(norms) <= 1 + 1e-9), rising, "tends to 1 from below", "σ₁ by t"))
+    return (
+        *verdicts,
+        Verdict(graded(max(norms) <= 1 + 1e-9), rising, "tends to 1 from below", "σ₁ by t"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -74,7 +83,14 @@ def draw(rows: Sequence[Row]) -> Figure:
         profile = [r for r in rows if r["what"] == "profile" and r["shape"] == shape]
         for k, method in enumerate(dict.fromkeys(r["method"] for r in profile)):
             found = [r for r in profile if r["method"] == method]
-            line(axes, [r["index"] for r in found], [r["value"] for r in found], method, k, markevery=4)
+            line(
+                axes,
+                [r["index"] for r in found],
+                [r["value"] for r in found],
+                method,
+                k,
+                markevery=4,
+            )
         axes.set(xlabel="index i", ylabel="σᵢ / σ₁", title=shape)
     for k, shape in enumerate(shapes):
         found = [r for r in rows if r["what"] == "norm" and r["shape"] == shape]

@@ -42,7 +42,9 @@ VARIANTS: dict[str, tuple[str, list[dict[str, object]]]] = {
 }
 
 
-def recipe(settings: Settings, factory: str, regularizers: list[dict[str, object]]) -> dict[str, object]:
+def recipe(
+    settings: Settings, factory: str, regularizers: list[dict[str, object]]
+) -> dict[str, object]:
     """Momentum SGD with a cosine schedule; the bound is measured along the way."""
     return {
         "model": {"factory": factory, "arguments": {"width": settings.width}},
@@ -63,7 +65,12 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         for row in result.history:
             bound = row.get("bound")
             log = math.log10(bound) if bound else None
-            yield {"variant": name, "epoch": row["epoch"], "accuracy": row.get("accuracy"), "log10 bound": log}
+            yield {
+                "variant": name,
+                "epoch": row["epoch"],
+                "accuracy": row.get("accuracy"),
+                "log10 bound": log,
+            }
         context.tell(f"{name}: {result.final['accuracy']:.3f}")
 
 
@@ -80,7 +87,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     text = f"{100 * ours['accuracy']:.1f} against {100 * base['accuracy']:.1f} % (1 seed)"
     bound = f"10^{ours['log10 bound']:.1f} against 10^{base['log10 bound']:.1f}"
     return (
-        Verdict(Label.OPEN if abs(loss) < 10 else Label.REFUTED, text, "about 3 points below", "accuracy"),
+        Verdict(
+            Label.OPEN if abs(loss) < 10 else Label.REFUTED,
+            text,
+            "about 3 points below",
+            "accuracy",
+        ),
         Verdict(graded(orders > 2, orders > 0), bound, "10³ against 10⁹", "bound"),
     )
 

@@ -38,7 +38,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """Curves of both factors, and for random 1- and 2-channel 3×3 kernels the worst `true norm / bound` of each."""
     for n0 in settings.grids:
         for t in settings.iterations:
-            yield {"what": "factor", "n0": n0, "t": t, "published": published(t, n0), "cosine": cosine(n0)}
+            yield {
+                "what": "factor",
+                "n0": n0,
+                "t": t,
+                "published": published(t, n0),
+                "cosine": cosine(n0),
+            }
     generator = torch.Generator().manual_seed(context.seed)
     for n0 in context.steps(settings.tested):
         for t in settings.iterations:
@@ -50,7 +56,11 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
                 grid = float(complex_gram(K, n0, t))
                 truth = float(spectral_norm(_module(K), input_size=None, rtol=1e-2).lower)
                 for name, factor in (("published", published(t, n0)), ("cosine", cosine(n0))):
-                    worst[name] = max(worst[name], truth / (factor * grid)) if math.isfinite(factor) else worst[name]
+                    worst[name] = (
+                        max(worst[name], truth / (factor * grid))
+                        if math.isfinite(factor)
+                        else worst[name]
+                    )
             yield {"what": "worst", "n0": n0, "t": t, **worst}
         context.tell(f"n₀ = {n0}")
 
@@ -66,7 +76,9 @@ def judge(rows: Sequence[Row]) -> Verdict:
     worst = [row for row in rows if row["what"] == "worst"]
     old, new = max(r["published"] for r in worst), max(r["cosine"] for r in worst)
     text = f"true norm up to {old:.2f}× the published bound; at most {new:.4f}× the bound with the cosine factor"
-    return Verdict(Label.CORRECTED if old > 1 and new <= 1 else Label.REFUTED, text, EXPERIMENT.published)
+    return Verdict(
+        Label.CORRECTED if old > 1 and new <= 1 else Label.REFUTED, text, EXPERIMENT.published
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -76,9 +88,22 @@ def draw(rows: Sequence[Row]) -> Figure:
     steps = sorted({row["t"] for row in curves})
     for k, t in enumerate(steps):
         found = [row for row in curves if row["t"] == t and math.isfinite(row["published"])]
-        line(left, [r["n0"] for r in found], [r["published"] for r in found], f"published, t = {t}", k)
+        line(
+            left,
+            [r["n0"] for r in found],
+            [r["published"] for r in found],
+            f"published, t = {t}",
+            k,
+        )
     found = [row for row in curves if row["t"] == steps[0] and math.isfinite(row["cosine"])]
-    line(left, [r["n0"] for r in found], [r["cosine"] for r in found], "cosine, every t", len(steps), linewidth=2.2)
+    line(
+        left,
+        [r["n0"] for r in found],
+        [r["cosine"] for r in found],
+        "cosine, every t",
+        len(steps),
+        linewidth=2.2,
+    )
     left.set(xscale="log", xlabel="grid n₀", ylabel="factor", ylim=(0.98, 3))
     worst = [row for row in rows if row["what"] == "worst"]
     for k, name in enumerate(("published", "cosine")):

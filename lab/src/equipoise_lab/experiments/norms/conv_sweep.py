@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from equipoise.norms.spectral import spectral_norm
-from equipoise_lab.experiments.experiment import NEEDS_GPU, Context, Experiment, Label, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    NEEDS_GPU,
+    Context,
+    Experiment,
+    Label,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.peers import PEERS
 from equipoise_lab.timing import take_turns
@@ -40,7 +49,12 @@ class Settings:
 
     def point(self, value: int) -> tuple[int, int, int]:
         """(channels, kernel, size) at one value of what varies."""
-        found = {"channels": self.channels, "kernel": self.kernel, "size": self.size, self.vary: value}
+        found = {
+            "channels": self.channels,
+            "kernel": self.kernel,
+            "size": self.size,
+            self.vary: value,
+        }
         return found["channels"], found["kernel"], found["size"]
 
 
@@ -55,7 +69,9 @@ def contestants(K: Tensor, size: int) -> dict[str, Callable[[], Any]]:
 
 
 def _module(K: Tensor) -> torch.nn.Conv2d:
-    conv = torch.nn.Conv2d(K.shape[1], K.shape[0], K.shape[2], padding=K.shape[2] // 2, bias=False, device=K.device)
+    conv = torch.nn.Conv2d(
+        K.shape[1], K.shape[0], K.shape[2], padding=K.shape[2] // 2, bias=False, device=K.device
+    )
     conv.weight.data = K
     return conv
 
@@ -108,10 +124,17 @@ def draw(rows: Sequence[Row], vary: str, label: str) -> Figure:
     return figure
 
 
-def sweep(identifier: str, place: str, title: str, label: str, laptop: Settings, paper: Settings) -> Experiment:
+def sweep(
+    identifier: str, place: str, title: str, label: str, laptop: Settings, paper: Settings
+) -> Experiment:
     """The experiment of one sweep."""
     claim = "Gram iteration gives Sedghi's exact circular value at a fraction of the time of the other methods."
-    shared: dict[str, Any] = {"claim": claim, "published": PUBLISHED, "laptop": laptop, "paper": paper}
+    shared: dict[str, Any] = {
+        "claim": claim,
+        "published": PUBLISHED,
+        "laptop": laptop,
+        "paper": paper,
+    }
     draws = partial(draw, vary=laptop.vary, label=label)
     return of_module(__name__, id=identifier, place=place, title=title, draw=draws, **shared)
 

@@ -34,7 +34,9 @@ def singular_values(shape: tuple[int, int], generator: np.random.Generator) -> n
     m, n = max(shape), min(shape)
     a = np.sqrt(generator.chisquare(m - np.arange(n)))
     b = np.sqrt(generator.chisquare(n - 1 - np.arange(n - 1)))
-    squares = eigvalsh_tridiagonal(a**2 + np.append(0, b**2), a[:-1] * b)[::-1]  # of B Bᵀ's mirror BᵀB
+    squares = eigvalsh_tridiagonal(a**2 + np.append(0, b**2), a[:-1] * b)[
+        ::-1
+    ]  # of B Bᵀ's mirror BᵀB
     return np.sqrt(np.maximum(squares, 0) / squares[0])
 
 
@@ -62,7 +64,12 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             found.setdefault(("power", t), []).append(-power_error(s, start, t))
     for (method, t), errors in found.items():
         above = sum(e > ZERO for e in errors)
-        spread = {"least": min(errors), "median": median(errors), "largest": max(errors), "above zero": above}
+        spread = {
+            "least": min(errors),
+            "median": median(errors),
+            "largest": max(errors),
+            "above zero": above,
+        }
         yield {"method": method, "iteration": t, **spread, "matrices": len(errors)}
 
 
@@ -70,13 +77,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """Gram iteration at numerical zero within 15 iterations on every matrix; power iteration not at its last."""
     gram, power = ([r for r in rows if r["method"] == method] for method in ("Gram", "power"))
     settled, middle = (
-        min((r["iteration"] for r in gram if r[key] <= ZERO), default=len(gram) + 1) for key in ("largest", "median")
+        min((r["iteration"] for r in gram if r[key] <= ZERO), default=len(gram) + 1)
+        for key in ("largest", "median")
     )
     last = max(power, key=lambda r: r["iteration"])
     soon = f"below {ZERO:.0e} after {middle} iterations in the median, {settled} on each of {last['matrices']} matrices"
-    late = (
-        f"above {ZERO:.0e} after {last['iteration']} iterations on {last['above zero']} of {last['matrices']} matrices"
-    )
+    late = f"above {ZERO:.0e} after {last['iteration']} iterations on {last['above zero']} of {last['matrices']} matrices"
     late += f", median error {last['median']:.1e}"
     share = last["above zero"] / last["matrices"]
     return (
@@ -91,11 +97,19 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, method in enumerate(("Gram", "power")):
         found = [r for r in rows if r["method"] == method]
         x = [r["iteration"] for r in found]
-        least, middle, most = ([max(r[key], 1e-300) for r in found] for key in ("least", "median", "largest"))
+        least, middle, most = (
+            [max(r[key], 1e-300) for r in found] for key in ("least", "median", "largest")
+        )
         line(axes, x, middle, f"{method} iteration", k)
         axes.fill_between(x, least, most, alpha=0.2)
     axes.axhline(ZERO, color="0.4", linewidth=0.8, linestyle=":", label="numerical zero")
-    axes.set(xscale="log", yscale="log", xlabel="iteration", ylabel="relative error of σ₁", ylim=(1e-40, 2))
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="iteration",
+        ylabel="relative error of σ₁",
+        ylim=(1e-40, 2),
+    )
     legend(axes)
     return figure
 
@@ -108,5 +122,7 @@ EXPERIMENT = of_module(
     published="Gram iteration at numerical zero in < 12–15 iterations, power iteration not after 2000",
     laptop=Settings(),
     paper=Settings(),
-    notes=("drawn in the basis of singular vectors and without rounding, which the thesis' float64 has",),
+    notes=(
+        "drawn in the basis of singular vectors and without rounding, which the thesis' float64 has",
+    ),
 )

@@ -28,8 +28,17 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         for k in context.steps(range(settings.draws)):
             W = torch.randn(p, p, generator=generator, dtype=torch.float64).to(context.device)
             sigma = float(torch.linalg.matrix_norm(W, ord=2))
-            gram, power = float(gram_norm_plain(W, settings.gram)), power_iterates(W, settings.power)[-1]
-            yield {"p": p, "draw": k, "sigma": sigma, "gram error": gram - sigma, "power error": power - sigma}
+            gram, power = (
+                float(gram_norm_plain(W, settings.gram)),
+                power_iterates(W, settings.power)[-1],
+            )
+            yield {
+                "p": p,
+                "draw": k,
+                "sigma": sigma,
+                "gram error": gram - sigma,
+                "power error": power - sigma,
+            }
         context.tell(f"p = {p}")
 
 
@@ -38,7 +47,9 @@ def judge(rows: Sequence[Row]) -> Verdict:
     p = max(row["p"] for row in rows)
     last = [row for row in rows if row["p"] == p]
     gram, power = max(r["gram error"] for r in last), min(r["power error"] for r in last)
-    signs = all(r["gram error"] > -1e-9 * r["sigma"] and r["power error"] < 1e-9 * r["sigma"] for r in rows)
+    signs = all(
+        r["gram error"] > -1e-9 * r["sigma"] and r["power error"] < 1e-9 * r["sigma"] for r in rows
+    )
     good = signs and gram <= abs(power) / 10
     text = f"p = {p}: GI10 at most {gram:+.1e}, PI100 down to {power:+.1e}, at σ₁ = {last[0]['sigma']:.0f}"
     return Verdict(graded(good and p >= 50_000, good), text, EXPERIMENT.published)
@@ -49,12 +60,21 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, (axes,) = canvas()
     p = sorted({row["p"] for row in rows})
     for k, (key, name) in enumerate(
-        (("gram error", "Gram iteration, t = 10 (above)"), ("power error", "power iteration, 100 (below)"))
+        (
+            ("gram error", "Gram iteration, t = 10 (above)"),
+            ("power error", "power iteration, 100 (below)"),
+        )
     ):
-        line(axes, p, [max(max(abs(r[key]) for r in rows if r["p"] == d), 1e-16) for d in p], name, k)
+        line(
+            axes, p, [max(max(abs(r[key]) for r in rows if r["p"] == d), 1e-16) for d in p], name, k
+        )
     published(axes, (1000, 10_000, 50_000), (5e-4, 3.7e-3, 0.1), "published: Gram iteration", 0)
     published(
-        axes, (10, 100, 1000, 10_000, 50_000), (6e-4, 0.0231, 0.0426, 0.6004, 1.7), "published: power iteration", 1
+        axes,
+        (10, 100, 1000, 10_000, 50_000),
+        (6e-4, 0.0231, 0.0426, 0.6004, 1.7),
+        "published: power iteration",
+        1,
     )
     axes.set(xscale="log", yscale="log", xlabel="dimension p", ylabel="largest |error| of σ₁")
     legend(axes)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from equipoise.norms.gram import gram_norm_plain
-from equipoise_lab.experiments.experiment import NEEDS_GPU, Context, Label, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    NEEDS_GPU,
+    Context,
+    Label,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.peers import power_iterates
 from equipoise_lab.timing import take_turns
@@ -55,15 +63,24 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         reference = contest.results["SVD"]
         context.tell(f"matrix {k + 1} of {settings.matrices}")
         for name, value in contest.results.items():
-            yield {"matrix": k, "method": name, "error": value / reference - 1, "seconds": contest.seconds[name]}
+            yield {
+                "matrix": k,
+                "method": name,
+                "error": value / reference - 1,
+                "seconds": contest.seconds[name],
+            }
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """The values: signs on every matrix, and the sizes of GI 10 and PI 100. The speed: GI 12 against the SVD, and PI 100."""
-    error = {m: median(r["error"] for r in rows if r["method"] == m) for m in {r["method"] for r in rows}}
+    error = {
+        m: median(r["error"] for r in rows if r["method"] == m) for m in {r["method"] for r in rows}
+    }
     time = {m: median(r["seconds"] for r in rows if r["method"] == m) for m in error}
     ours = [r for r in rows if r["method"] != "SVD"]
-    signs = all(r["error"] < 1e-12 if r["method"].startswith("PI") else r["error"] > -1e-12 for r in ours)
+    signs = all(
+        r["error"] < 1e-12 if r["method"].startswith("PI") else r["error"] > -1e-12 for r in ours
+    )
     sizes = error["GI 10"] < 7e-5 and error["PI 100"] < -1e-4
     shown = ", ".join(f"{m.replace(' ', '')} {error[m]:.1e}" for m in SHOWN)
     ratio = {m: time["GI 12"] / time[m] for m in ("SVD", "PI 100")}
@@ -78,17 +95,27 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Absolute error ratio over seconds; filled above the truth, open below."""
     figure, (axes,) = canvas()
     for k, family in enumerate(("GI", "PI")):
-        names = sorted({r["method"] for r in rows if r["method"].startswith(family)}, key=lambda m: int(m.split()[1]))
+        names = sorted(
+            {r["method"] for r in rows if r["method"].startswith(family)},
+            key=lambda m: int(m.split()[1]),
+        )
         x = [median(r["seconds"] for r in rows if r["method"] == m) for m in names]
         y = [max(abs(median(r["error"] for r in rows if r["method"] == m)), 1e-16) for m in names]
-        label = "Gram iteration (upper bounds)" if family == "GI" else "power iteration (lower bounds)"
+        label = (
+            "Gram iteration (upper bounds)" if family == "GI" else "power iteration (lower bounds)"
+        )
         line(axes, x, y, label, k, markerfacecolor=None if family == "GI" else "white")
         for name, a, b in zip(names, x, y, strict=True):
-            axes.annotate(name.split()[1], (a, b), textcoords="offset points", xytext=(5, 4), fontsize=8)
+            axes.annotate(
+                name.split()[1], (a, b), textcoords="offset points", xytext=(5, 4), fontsize=8
+            )
     for k, (name, (seconds, errors)) in enumerate(PUBLISHED_TABLE.items()):
         published(axes, seconds, errors, f"published, GPU: {name}", k)
     axes.axvline(
-        median(r["seconds"] for r in rows if r["method"] == "SVD"), color="0.5", linestyle=":", label="time of the SVD"
+        median(r["seconds"] for r in rows if r["method"] == "SVD"),
+        color="0.5",
+        linestyle=":",
+        label="time of the SVD",
     )
     axes.set(xscale="log", yscale="log", xlabel="seconds", ylabel="|σ₁ computed / σ₁ − 1| (median)")
     legend(axes)

@@ -67,7 +67,12 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
                 peaks[kind].append(peak)
         context.tell(name)
         for kind, found in peaks.items():
-            yield {"model": name, "method": kind, "largest MB": max(found) / 1e6, "sum MB": sum(found) / 1e6}
+            yield {
+                "model": name,
+                "method": kind,
+                "largest MB": max(found) / 1e6,
+                "sum MB": sum(found) / 1e6,
+            }
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -75,9 +80,12 @@ def judge(rows: Sequence[Row]) -> Verdict:
     peak = {(r["model"], r["method"]): r["largest MB"] for r in rows}
     ratio = {m: peak[m, "explicit"] / peak[m, "autodiff"] for m, k in peak if k == "explicit"}
     text = "; ".join(
-        f"{m} {peak[m, 'autodiff']:.0f} vs {peak[m, 'explicit']:.0f} MB ({r:.2f}×)" for m, r in ratio.items()
+        f"{m} {peak[m, 'autodiff']:.0f} vs {peak[m, 'explicit']:.0f} MB ({r:.2f}×)"
+        for m, r in ratio.items()
     )
-    return Verdict(graded(max(ratio.values()) <= 0.5), f"largest layer, {text}", EXPERIMENT.published)
+    return Verdict(
+        graded(max(ratio.values()) <= 0.5), f"largest layer, {text}", EXPERIMENT.published
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -85,9 +93,17 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, (axes,) = canvas()
     names = list(dict.fromkeys(r["model"] for r in rows))
     for k, kind in enumerate(("autodiff", "explicit")):
-        values = [next(r["largest MB"] for r in rows if (r["model"], r["method"]) == (n, kind)) for n in names]
+        values = [
+            next(r["largest MB"] for r in rows if (r["model"], r["method"]) == (n, kind))
+            for n in names
+        ]
         bars = axes.bar(
-            [i + 0.4 * k for i in range(len(names))], values, 0.38, color=COLOURS[k], label=kind, hatch=("", "//")[k]
+            [i + 0.4 * k for i in range(len(names))],
+            values,
+            0.38,
+            color=COLOURS[k],
+            label=kind,
+            hatch=("", "//")[k],
         )
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
     axes.set_xticks([i + 0.2 for i in range(len(names))], names)

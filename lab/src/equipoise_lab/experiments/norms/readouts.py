@@ -35,7 +35,10 @@ class Settings:
 def matrix(size: int, gap: float, seed: int) -> Tensor:
     """`U diag(1, ρ, ρ², …) Vᵀ` with Haar-distributed U and V."""
     generator = torch.Generator().manual_seed(seed)
-    U, V = (torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0] for _ in range(2))
+    U, V = (
+        torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+        for _ in range(2)
+    )
     return U @ torch.diag(gap ** torch.arange(size, dtype=torch.float64)) @ V.T
 
 
@@ -58,16 +61,27 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         exact = [frobenius_error(gap, settings.size, t) for t in range(1, steps + 1)]
         found = {EXACT: [float(mpmath.log10(e)) for e in exact]}
         rounded = {
-            n: [abs(float(gram_norm_plain(W, t, r)) - 1) for t in range(1, steps + 1)] for n, r in READOUTS.items()
+            n: [abs(float(gram_norm_plain(W, t, r)) - 1) for t in range(1, steps + 1)]
+            for n, r in READOUTS.items()
         }
         rounded["power"] = [abs(value - 1) for value in power_iterates(W, steps)]
         found |= {n: [math.log10(max(e, FLOOR)) for e in values] for n, values in rounded.items()}
         for name, logs in found.items():
             for t, error in enumerate(logs, start=1):
                 after = logs[t] if t < len(logs) else None
-                known = after is not None and after < error < 0 and (name == EXACT or after > math.log10(FLOOR))
+                known = (
+                    after is not None
+                    and after < error < 0
+                    and (name == EXACT or after > math.log10(FLOOR))
+                )
                 order = after / error if known and after is not None else None
-                yield {"gap": gap, "readout": name, "iteration": t, "log10 error": error, "order": order}
+                yield {
+                    "gap": gap,
+                    "readout": name,
+                    "iteration": t,
+                    "log10 error": error,
+                    "order": order,
+                }
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -96,9 +110,19 @@ def draw(rows: Sequence[Row]) -> Figure:
         for k, name in enumerate((EXACT, *READOUTS, "power")):
             found = [r for r in rows if r["gap"] == gap and r["readout"] == name]
             label = "power iteration" if name == "power" else f"Gram, {name}"
-            line(axes, [r["iteration"] for r in found], [10 ** max(r["log10 error"], -300) for r in found], label, k)
+            line(
+                axes,
+                [r["iteration"] for r in found],
+                [10 ** max(r["log10 error"], -300) for r in found],
+                label,
+                k,
+            )
         axes.set(
-            yscale="log", xlabel="iteration", ylabel="relative error of σ₁", ylim=(1e-40, 2), title=f"σ₂/σ₁ = {gap}"
+            yscale="log",
+            xlabel="iteration",
+            ylabel="relative error of σ₁",
+            ylim=(1e-40, 2),
+            title=f"σ₂/σ₁ = {gap}",
         )
     legend(panels[-1], shared=True)
     return figure

@@ -28,7 +28,11 @@ def layers(folder_file: str) -> Iterator[tuple[str, Tensor, int]]:
     with np.load(folder_file) as archive:
         for name in archive.files:
             if name.endswith(".weight") and archive[name].ndim == 4:
-                yield name.removesuffix(".weight"), torch.from_numpy(archive[name]), sizes[name.split(".")[0]]
+                yield (
+                    name.removesuffix(".weight"),
+                    torch.from_numpy(archive[name]),
+                    sizes[name.split(".")[0]],
+                )
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
@@ -45,7 +49,11 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
                 "method": method,
                 "value": value,
             }
-            yield {**row, "lower": float(found.lower) if method == "ours" else None, "seconds": contest.seconds[method]}
+            yield {
+                **row,
+                "lower": float(found.lower) if method == "ours" else None,
+                "seconds": contest.seconds[method],
+            }
         context.tell(name)
 
 
@@ -73,7 +81,15 @@ def draw(rows: Sequence[Row]) -> Figure:
     value = {(r["layer"], r["method"]): r["value"] for r in rows}
     for k, (method, label) in enumerate(NAMES.items()):
         ratio = [value[n, method] / value[n, "ryu"] for n in names]
-        axes.plot(range(len(names)), ratio, MARKERS[k], color=COLOURS[k], label=label, markersize=5, fillstyle="none")
+        axes.plot(
+            range(len(names)),
+            ratio,
+            MARKERS[k],
+            color=COLOURS[k],
+            label=label,
+            markersize=5,
+            fillstyle="none",
+        )
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
     axes.set(yscale="log", ylabel="bound / Ryu's value")
     legend(axes)

@@ -65,7 +65,10 @@ def contestants(K: Tensor, settings: Settings) -> dict[str, Callable[[], float]]
     return {
         "ours": lambda: float(spectral_norm(conv, input_size=(n, n), rtol=1e-3).upper),
         "toep": lambda: toeplitz_fft(K, settings.toep),
-        "circ": lambda: float(complex_gram(K, n, settings.circular)) * published(settings.circular, n, K.shape[-1]),
+        "circ": lambda: (
+            float(complex_gram(K, n, settings.circular))
+            * published(settings.circular, n, K.shape[-1])
+        ),
         "singla": lambda: float(PEERS["singla"].run(K, n, "zeros", 50)),
         "ryu": lambda: float(PEERS["ryu"].run(K, n, "zeros", 100)),
     }
@@ -76,12 +79,20 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(context.seed)
     for c in context.steps(settings.channels):
         for number in context.steps(range(settings.draws)):
-            K = torch.randn(c, c, settings.kernel, settings.kernel, generator=generator, dtype=torch.float64)
+            K = torch.randn(
+                c, c, settings.kernel, settings.kernel, generator=generator, dtype=torch.float64
+            )
             truth = float(PEERS["svd"].run(K, settings.size, "zeros"))
             contest = take_turns(contestants(K, settings), 1)
             for name, value in contest.results.items():
                 ratio = value / truth
-                yield {"channels": c, "draw": number, "method": name, "ratio": ratio, "seconds": contest.seconds[name]}
+                yield {
+                    "channels": c,
+                    "draw": number,
+                    "method": name,
+                    "ratio": ratio,
+                    "seconds": contest.seconds[name],
+                }
         context.tell(f"{c} channels")
 
 
@@ -93,9 +104,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     best = tight["toep"] <= min(tight["circ"], tight["singla"])
     missed = {name: sum(v < 1 - 1e-12 for v in ratio[name]) for name in ("circ", "singla")}
     shown = ", ".join(f"{NAMES[name]} {tight[name]:.3f}" for name in ("toep", "circ", "singla"))
-    text = (
-        f"mean ratio to the truth: {shown}; ours {tight['ours']:.4f}; circular below the truth in {missed['circ']} of "
-    )
+    text = f"mean ratio to the truth: {shown}; ours {tight['ours']:.4f}; circular below the truth in {missed['circ']} of "
     below = f"at most {max(ratio['ryu']):.6f} of the truth"
     return (
         Verdict(graded(max(ratio["ryu"]) <= 1 + 1e-9), below, "below the truth", "power iteration"),

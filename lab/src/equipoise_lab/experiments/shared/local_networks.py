@@ -30,8 +30,14 @@ Layers = list[tuple[Tensor, Tensor]]
 def random_layers(name: str, context: Context) -> tuple[Layers, Tensor]:
     """Weights and biases of a random ReLU network of the ECLipsE-Gen-Local paper, and the centre of its balls."""
     with np.load(context.file("random-relu-nets.npz")) as stored:
-        keys = sorted((k for k in stored.files if k.startswith(f"{name}/W")), key=lambda k: int(k.split("/W")[1]))
-        pairs = [(torch.from_numpy(stored[k]), torch.from_numpy(stored[k.replace("/W", "/b")])) for k in keys]
+        keys = sorted(
+            (k for k in stored.files if k.startswith(f"{name}/W")),
+            key=lambda k: int(k.split("/W")[1]),
+        )
+        pairs = [
+            (torch.from_numpy(stored[k]), torch.from_numpy(stored[k.replace("/W", "/b")]))
+            for k in keys
+        ]
         centre = torch.from_numpy(stored["center"]).double().reshape(1, -1)
     return [(W.double(), b.double().flatten()) for W, b in pairs], centre
 
@@ -60,7 +66,9 @@ def mnist(context: Context) -> tuple[nn.Module, Tensor, Tensor]:
     return net, x.float().reshape(len(x), -1) / 255, y
 
 
-def strided_cnn(*, num_classes: int = 10, in_channels: int = 1, input_size: int = 28, **_: Any) -> nn.Sequential:
+def strided_cnn(
+    *, num_classes: int = 10, in_channels: int = 1, input_size: int = 28, **_: Any
+) -> nn.Sequential:
     """Two strided convolutions and two dense layers: no pooling, so that every method of the house applies.
 
     >>> strided_cnn()(torch.zeros(1, 1, 28, 28)).shape
@@ -119,15 +127,21 @@ def switching_layers(
     with torch.no_grad(), full_precision():
         run = propagate(program, float(x.norm()) + radius, rtol, cache)
         boxes = enclose(run, x, radius, cache)
-        upper, state = zonotope_bound(run, boxes, x, radius, cache) if zonotope else (math.inf, None)
-    before = {n: run.steps[n].gains[0][0].node for n in program.nodes if run.steps[n].curve is not None}
+        upper, state = (
+            zonotope_bound(run, boxes, x, radius, cache) if zonotope else (math.inf, None)
+        )
+    before = {
+        n: run.steps[n].gains[0][0].node for n in program.nodes if run.steps[n].curve is not None
+    }
     directions = _directions(net, x, radius, samples)
     with torch.no_grad(), Entering() as centre:
         net(x)
     with torch.no_grad(), Entering() as around:
         net(x + directions)
     rows: list[Row] = []
-    for i, ((n, s), at, there) in enumerate(zip(before.items(), centre.found, around.found, strict=True)):
+    for i, ((n, s), at, there) in enumerate(
+        zip(before.items(), centre.found, around.found, strict=True)
+    ):
         found = None if state is None else state.unstable.get(n)
         rows.append({
             "part": "resnet layers", "radius": radius, "layer": i + 1, "neurons": at.numel(), "boxes": _open(boxes[s]),
@@ -164,7 +178,11 @@ def _directions(net: nn.Module, x: Tensor, radius: float, samples: int) -> Tenso
     at = (x + d).requires_grad_()
     out = net(at)
     (steepest,) = torch.autograd.grad((out * torch.randn(out.shape, generator=g)).sum(), at)
-    steepest = radius * steepest / steepest.flatten(1).norm(dim=1).clamp_min(1e-30).reshape(-1, *[1] * (x.dim() - 1))
+    steepest = (
+        radius
+        * steepest
+        / steepest.flatten(1).norm(dim=1).clamp_min(1e-30).reshape(-1, *[1] * (x.dim() - 1))
+    )
     return torch.cat([d, steepest])
 
 
@@ -203,9 +221,14 @@ def eclipse(name: str, r: float, context: Context) -> Iterator[Row]:
                     warnings.simplefilter("ignore")
                     try:
                         own = estimator(
-                            weights=[W.numpy() for W, _ in layers], biases=[b.numpy()[:, None] for _, b in layers]
+                            weights=[W.numpy() for W, _ in layers],
+                            biases=[b.numpy()[:, None] for _, b in layers],
                         )
-                        value = float(own.estimate_gen_local(centre.numpy(), r * math.sqrt(5), "relu", algorithm)[0])
+                        value = float(
+                            own.estimate_gen_local(
+                                centre.numpy(), r * math.sqrt(5), "relu", algorithm
+                            )[0]
+                        )
                     except Exception as problem:  # noqa: BLE001, a crash is a finding of this comparison
                         error = f"{type(problem).__name__}: {problem}"[:200]
                 yield {

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equipoise.core.accuracy import certified_at
-from equipoise.smoothing import Certificates, SimplexMap, SmoothedClassifier, Stream, certify_counts, certify_scores
+from equipoise.smoothing import (
+    Certificates,
+    SimplexMap,
+    SmoothedClassifier,
+    Stream,
+    certify_counts,
+    certify_scores,
+)
 from equipoise.smoothing.simplex import apply_map
 from equipoise_lab.experiments.experiment import Context, Row
 from equipoise_lab.experiments.figures import Axes, line
@@ -26,7 +33,10 @@ Bools = NDArray[np.bool_]
 _NUMBERS = 40_000_000  # logits held at a time
 
 FASHION: Plain = {
-    "model": {"factory": "equipoise.nn.models:cnn", "arguments": {"channels": [8, 16], "hidden": 64}},
+    "model": {
+        "factory": "equipoise.nn.models:cnn",
+        "arguments": {"channels": [8, 16], "hidden": 64},
+    },
     "data": {"path": "fashion_mnist.npz", "limit": 6000, "test_limit": 200, "validation": 0.02},
     "optimizer": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
     "schedule": {"kind": "cosine", "warmup": 0.1},
@@ -139,7 +149,12 @@ def counts(
 
     def sample(n: int, stream: Stream) -> NDArray[np.int64]:
         inputs = classifier.inputs(x, None)
-        return np.stack([classifier.counts(xi, context.steps_of(n), input_id=i, stream=stream) for xi, i in inputs])
+        return np.stack(
+            [
+                classifier.counts(xi, context.steps_of(n), input_id=i, stream=stream)
+                for xi, i in inputs
+            ]
+        )
 
     return sample(sampling.n0, Stream.SELECTION), sample(sampling.n, Stream.ESTIMATION)
 
@@ -167,9 +182,14 @@ def certify_logits(
         return certify_counts(votes(first), votes(second), sigma, alpha, procedure or "cpm")
     component = pair = None
     if lipschitz is not None:
-        component, pair = chosen.component_lipschitz(lipschitz, second.shape[-1]), chosen.pair_lipschitz(lipschitz)
+        component, pair = (
+            chosen.component_lipschitz(lipschitz, second.shape[-1]),
+            chosen.pair_lipschitz(lipschitz),
+        )
     scores = apply_map(chosen, first), apply_map(chosen, second)
-    return certify_scores(*scores, sigma, alpha, procedure or "lvm", lipschitz=component, pair_lipschitz=pair)
+    return certify_scores(
+        *scores, sigma, alpha, procedure or "lvm", lipschitz=component, pair_lipschitz=pair
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +213,10 @@ def joined(parts: Iterable[Mapping[str, Rated]]) -> dict[str, Rated]:
     """The methods' radii over all blocks of inputs."""
     blocks = list(parts)
     return {
-        name: Rated(np.concatenate([b[name].radius for b in blocks]), np.concatenate([b[name].correct for b in blocks]))
+        name: Rated(
+            np.concatenate([b[name].radius for b in blocks]),
+            np.concatenate([b[name].correct for b in blocks]),
+        )
         for name in blocks[0]
     }
 
@@ -204,12 +227,19 @@ def difference(a: Rated, b: Rated, epsilon: float, level: float = 0.95) -> Mean:
 
 
 def curves(
-    methods: Mapping[str, Rated], rivals: Sequence[str], epsilons: Sequence[float], level: float = 0.95
+    methods: Mapping[str, Rated],
+    rivals: Sequence[str],
+    epsilons: Sequence[float],
+    level: float = 0.95,
 ) -> Iterator[Row]:
     """One row per method and ε: certified accuracy in %, and the paired gain over each rival with its half width."""
     for name, found in methods.items():
         for epsilon in epsilons:
-            row: Row = {"method": name, "epsilon": epsilon, "accuracy": 100 * float(found.hits(epsilon).mean())}
+            row: Row = {
+                "method": name,
+                "epsilon": epsilon,
+                "accuracy": 100 * float(found.hits(epsilon).mean()),
+            }
             for rival in rivals:
                 if rival != name:
                     gain = difference(found, methods[rival], epsilon, level)
@@ -231,7 +261,9 @@ def gain_of(row: Row, rival: str) -> Mean:
     return Mean(row[f"over {rival}"], row[f"over {rival} ±"], row["inputs"])
 
 
-def by_method(axes: Axes, rows: Sequence[Row], methods: Sequence[str], every: int = 1, **options: Any) -> None:
+def by_method(
+    axes: Axes, rows: Sequence[Row], methods: Sequence[str], every: int = 1, **options: Any
+) -> None:
     """Accuracy over ε, a line for each method; the marks are shifted so that curves on top of each other are both seen."""
     for k, method in enumerate(methods):
         found = [r for r in rows if r["method"] == method]

@@ -8,8 +8,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from equipoise.core.errors import InputError
-from equipoise_lab.experiments.experiment import Context, Experiment, Power, Precondition, Row, Verdict, of_module
-from equipoise_lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Experiment,
+    Power,
+    Precondition,
+    Row,
+    Verdict,
+    of_module,
+)
+from equipoise_lab.experiments.figures import (
+    COLOURS,
+    MARKERS,
+    Axes,
+    Figure,
+    canvas,
+    intervals,
+    legend,
+    published,
+)
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise_lab.models import factory
 
@@ -39,7 +56,10 @@ def recipe(
 ) -> Plain:
     """A network by name (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
     return {
-        "model": {"factory": model if ":" in model else factory(model), "arguments": dict(arguments)},
+        "model": {
+            "factory": model if ":" in model else factory(model),
+            "arguments": dict(arguments),
+        },
         "data": {"path": data, "limit": limit, "test_limit": test_limit, "augment": list(augment)},
         "optimizer": dict(optimizer),
         "schedule": {"kind": "cosine", "warmup": warmup},
@@ -59,12 +79,17 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
     result = dict(base)
     for key, value in change.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        result[key] = (
+            merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
     return result
 
 
 #: losses of the text experiments
-TEXT_LOSSES = {"intent-slots": "equipoise_lab.text:intent_slots", "next-token": "equipoise_lab.text:next_token"}
+TEXT_LOSSES = {
+    "intent-slots": "equipoise_lab.text:intent_slots",
+    "next-token": "equipoise_lab.text:next_token",
+}
 
 
 def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
@@ -79,7 +104,10 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         reader, _, name = path.rpartition(":")
         kind, _, prefix = reader.partition(":")
         file = context.file(name.lstrip("/"))
-        data = {"reader": f"equipoise_lab.text:load_{kind}", "path": f"{prefix}:{file}" if prefix else str(file)}
+        data = {
+            "reader": f"equipoise_lab.text:load_{kind}",
+            "path": f"{prefix}:{file}" if prefix else str(file),
+        }
     chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
     loss = chosen.get("loss")
     if isinstance(loss, str):
@@ -88,8 +116,12 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         batch = min(16, int(chosen.get("batch_size", 128)))
         few: Plain = {"limit": 2 * batch, "test_limit": 64}
         if chosen["data"].get("validation"):
-            few["validation"] = 0.25  # the share of a whole data set may be less than one of these few
-        chosen = merged(chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}})
+            few["validation"] = (
+                0.25  # the share of a whole data set may be less than one of these few
+            )
+        chosen = merged(
+            chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}}
+        )
     return run_recipe(chosen, cpu=context.device == "cpu")
 
 
@@ -143,12 +175,19 @@ def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
     for seed in range(1 if context.dry else settings.seeds):
         for name, change in context.steps(settings.variants.items()):
 
-            def trained(seed: int = seed, name: str = name, change: Mapping[str, Any] = change) -> Iterator[Row]:
+            def trained(
+                seed: int = seed, name: str = name, change: Mapping[str, Any] = change
+            ) -> Iterator[Row]:
                 result = train(merged(settings.recipe, change), context, seed)
                 context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
                 figures = {key: result.final.get(key) for key in settings.keep}
                 epochs = [row["seconds"] for row in result.history]
-                yield {"variant": name, "seed": seed, **figures, "seconds per epoch": sum(epochs) / len(epochs)}
+                yield {
+                    "variant": name,
+                    "seed": seed,
+                    **figures,
+                    "seconds per epoch": sum(epochs) / len(epochs),
+                }
 
             yield from context.cell(f"{label}seed {seed}, {name}", trained)
 
@@ -161,7 +200,9 @@ def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[flo
     return found
 
 
-def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy") -> list[float]:
+def paired(
+    rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy"
+) -> list[float]:
     """Differences of two variants in points, seed by seed."""
     found = by_variant(rows, key)
     return [100 * (a - b) for a, b in zip(found[wanted], found[baseline], strict=True)]
@@ -170,7 +211,9 @@ def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: st
 def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
     """One verdict per claimed gain, by the interval of the paired differences."""
     variants = set(by_variant(rows))
-    return tuple(_gain_verdict(rows, claim) for claim in claims if {claim.wanted, claim.rival} <= variants)
+    return tuple(
+        _gain_verdict(rows, claim) for claim in claims if {claim.wanted, claim.rival} <= variants
+    )
 
 
 def _gain_verdict(rows: Sequence[Row], claim: Claim) -> Verdict:
@@ -195,8 +238,23 @@ def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy
     axes = panels[0]
     for k, values in enumerate(found.values()):
         percent = [100 * v for v in values]
-        axes.plot([k - 0.12] * len(percent), percent, MARKERS[k % 8], color=COLOURS[k % 8], alpha=0.45, markersize=4)
-        intervals(axes, [k + 0.12], [mean_of(percent)], fmt="D", color=COLOURS[k % 8], capsize=3, markersize=5)
+        axes.plot(
+            [k - 0.12] * len(percent),
+            percent,
+            MARKERS[k % 8],
+            color=COLOURS[k % 8],
+            alpha=0.45,
+            markersize=4,
+        )
+        intervals(
+            axes,
+            [k + 0.12],
+            [mean_of(percent)],
+            fmt="D",
+            color=COLOURS[k % 8],
+            capsize=3,
+            markersize=5,
+        )
     axes.set_xticks(range(len(found)), list(found), rotation=25, ha="right")
     axes.set(ylabel="test accuracy (%)")
     if known:

@@ -1,0 +1,75 @@
+"""Substituted tokens: every certificate is checked by trying all substitutions."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.smoothing import ablation_substitutions, certified_substitutions, certify_counts
+
+VOCABULARY, LENGTH = 4, 4
+
+
+def all_within(tokens, k):
+    """Every sequence that differs in at most k places."""
+    every = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+    return every[(every != tokens).sum(1) <= k]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_certified_number_of_substitutions_changes_the_decision(seed):
+    torch.manual_seed(seed)
+    table = torch.randn(VOCABULARY, 2)
+    body = nn.Sequential(nn.Flatten(), nn.Linear(2 * LENGTH, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    body[-1].bias.data = torch.tensor([6.0, 0.0, 0.0]) * (1 + seed)
+    bound = eq.lipschitz_bound(body, torch.zeros(1, LENGTH, 2)).upper
+    tokens = torch.randint(VOCABULARY, (20, LENGTH))
+    with torch.no_grad():
+        logits = body(table[tokens])
+        certified = certified_substitutions(logits, logits.argmax(1), tokens, table, bound)
+        for row, label, k in zip(tokens, logits.argmax(1), certified.tolist(), strict=True):
+            assert (body(table[all_within(row, k)]).argmax(1) == label).all()
+    assert certified.max() >= 1
+    assert certified_substitutions(logits, (logits.argmax(1) + 1) % 3, tokens, table, bound).max() == 0
+
+
+def test_a_swap_moves_by_the_rows_and_not_by_twice_their_radius():
+    z, y, tokens = torch.tensor([[10.0, 0.0]]), torch.tensor([0]), torch.zeros(1, 9, dtype=torch.long)
+    near = torch.tensor([[2.0, 0.0], [2.0, 1.0]])
+    assert certified_substitutions(z, y, tokens, near, 5.0).tolist() == [1]  # 10/√2/5 = 1.414: √2 is not below it
+    assert certified_substitutions(z, y, tokens, -near[:1].repeat(2, 1), 5.0).tolist() == [9]  # equal rows
+    assert certified_substitutions(z, y, tokens, near, 5.0, error=2.0).tolist() == [0]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_ablated_votes_of_every_substitution_keep_their_class(kept):
+    """Exact shares of a classifier of four tokens against all that r substitutions make of them."""
+    generator = np.random.default_rng(kept)
+    places = list(itertools.combinations(range(LENGTH), kept))
+    answers = {}
+
+    def shares(tokens):
+        votes = [answers.setdefault((p, *(int(tokens[i]) for i in p)), int(generator.random() < 0.1)) for p in places]
+        return np.bincount(votes, minlength=2) / len(votes)
+
+    for tokens in torch.randint(VOCABULARY, (10, LENGTH), generator=torch.Generator().manual_seed(kept)):
+        p = shares(tokens)
+        votes = certify_counts([1, 0], [1, 0], sigma=1.0, procedure="cohen")
+        exact = replace(votes, p_lower=np.array(p.max()), p_upper=np.array(p.min()))
+        r = int(ablation_substitutions(exact, LENGTH, kept))
+        if r >= 0:
+            assert all(shares(other).argmax() == p.argmax() for other in all_within(tokens, r))
+
+
+def test_procedures_and_what_they_show():
+    first, second = [[90, 6, 4], [40, 35, 25]], [[9000, 600, 400], [4000, 3500, 2500]]
+    by = {name: certify_counts(first, second, 1.0, procedure=name) for name in ("cohen", "cpm")}
+    found = {name: ablation_substitutions(votes, 50, 4).tolist() for name, votes in by.items()}
+    assert found["cpm"][0] >= found["cohen"][0] > 0
+    assert found["cohen"][1] == -1
+    with pytest.raises(eq.InputError, match="kept"):
+        ablation_substitutions(by["cohen"], 5, 6)
