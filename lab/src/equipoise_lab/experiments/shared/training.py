@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -167,17 +168,22 @@ class Claim:
     own: bool = False
 
 
-def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
+def run(settings: Settings, context: Context, label: str = "", sibling: str = "") -> Iterator[Row]:
     """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data.
 
-    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart.
+    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart. Trainings that the
+    stored result of the experiment `sibling` has, with the same recipe, variant and seed, are taken from it.
     """
+    trained_before = stored_rows(settings, context, sibling)
     for seed in range(1 if context.dry else settings.seeds):
         for name, change in context.steps(settings.variants.items()):
 
             def trained(
                 seed: int = seed, name: str = name, change: Mapping[str, Any] = change
             ) -> Iterator[Row]:
+                if (name, seed) in trained_before:
+                    yield trained_before[name, seed]
+                    return
                 result = train(merged(settings.recipe, change), context, seed)
                 context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
                 figures = {key: result.final.get(key) for key in settings.keep}
@@ -190,6 +196,24 @@ def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
                 }
 
             yield from context.cell(f"{label}seed {seed}, {name}", trained)
+
+
+def stored_rows(settings: Settings, context: Context, sibling: str) -> dict[tuple[str, int], Row]:
+    """The rows by variant and seed that another experiment's result has of the same trainings."""
+    path = context.cells.path
+    if not sibling or path is None:
+        return {}
+    result = path.parent.parent / sibling / "result.json"
+    if not result.exists():
+        return {}
+    stored = json.loads(result.read_text(encoding="utf-8"))
+    theirs, ours = stored["settings"], json.loads(json.dumps(asdict(settings)))
+    if (stored["seed"], theirs["recipe"]) != (context.seed, ours["recipe"]):
+        return {}
+    same = {
+        name for name, change in ours["variants"].items() if theirs["variants"].get(name) == change
+    }
+    return {(row["variant"], row["seed"]): row for row in stored["rows"] if row["variant"] in same}
 
 
 def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[float]]:
