@@ -24,7 +24,7 @@ SPEC = [
     "ad-text", "imagenet-tables", "rivals-vs-all", "grid-noise", "spectral-control",
 ]  # fmt: skip
 IDENTIFIERS = list(catalogue())
-COMMITTED = Path(__file__).parents[3] / "docs" / "experiments" / "results"
+COMMITTED = Path(__file__).parents[3] / "lab" / "results" / "experiments"
 
 
 def data() -> Path | None:

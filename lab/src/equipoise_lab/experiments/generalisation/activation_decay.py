@@ -175,9 +175,8 @@ TEXT_CLAIMS = (
         rival="dropout",
         key="slot_f1",
     ),
-    Claim(
-        "slots, F1, over neither", "AD", None, "not printed", 0.9 * 78.33, key="slot_f1", own=True
-    ),
+    # networks far above chance, whose F1 is 0
+    Claim("slots, F1, over neither", "AD", None, "not printed", 50.0, key="slot_f1", own=True),
 )
 
 

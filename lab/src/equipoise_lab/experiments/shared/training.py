@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from equipoise.core.errors import InputError
+from equipoise.core.files import resolve
 from equipoise_lab.experiments.experiment import (
     Context,
     Experiment,
@@ -93,8 +97,16 @@ TEXT_LOSSES = {
 }
 
 
-def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
-    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
+def train(
+    recipe: Mapping[str, Any],
+    context: Context,
+    seed: int = 0,
+    each_epoch: Callable[[nn.Module, int], None] | None = None,
+) -> Result:
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound.
+
+    `each_epoch(network, epoch)` looks at the network after every epoch.
+    """
     from equipoise.train import run_recipe
 
     path = str(recipe["data"]["path"])
@@ -123,7 +135,19 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         chosen = merged(
             chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}}
         )
-    return run_recipe(chosen, cpu=context.device == "cpu")
+    cpu = context.device == "cpu"
+    if each_epoch is None:
+        return run_recipe(chosen, cpu=cpu)
+    look = each_epoch
+    with torch.random.fork_rng():
+        torch.manual_seed(chosen["seed"])
+        network = resolve(chosen["model"]["factory"])(**chosen["model"]["arguments"])
+
+    def report(event: Any) -> None:
+        if event.row is not None:
+            look(network, event.epoch)
+
+    return run_recipe(chosen, model=network, cpu=cpu, progress=report)
 
 
 def _file(name: str, context: Context) -> Any:
@@ -154,8 +178,8 @@ class Settings:
 class Claim:
     """A gain of one variant over another, in points, as published (`effect` None where no number is).
 
-    `least` is what the rival's figure must reach, in percent, before the claim is judged: the published figure less a
-    tenth of it unless an experiment states another.
+    `least` is what the first variant's figure, the baseline's, must reach, in percent, before the claim is judged: the
+    published figure less a tenth of it unless an experiment states another.
     """
 
     part: str
@@ -241,11 +265,18 @@ def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict
 
 
 def _gain_verdict(rows: Sequence[Row], claim: Claim) -> Verdict:
+    figures = by_variant(rows, claim.key)
     gain = mean_of(paired(rows, claim.wanted, claim.rival, claim.key))
-    rival = mean_of([100 * value for value in by_variant(rows, claim.key)[claim.rival]])
+    rival = mean_of([100 * value for value in figures[claim.rival]])
     text = f"{gain.show()} points over {claim.rival} at {rival.show()}"
+    first = next(iter(figures))
+    if claim.rival != first:  # a gain over a rival may be the rival's harm
+        text += (
+            f", itself {mean_of(paired(rows, claim.rival, first, claim.key)).signed} over {first}"
+        )
     verdict = Verdict(gain_label(gain, claim.effect), text, claim.published, claim.part, claim.own)
-    return Precondition(claim.rival, rival.value, claim.least).apply(verdict)
+    baseline = mean_of([100 * value for value in figures[first]]).value
+    return Precondition(first, baseline, claim.least).apply(verdict)
 
 
 def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
