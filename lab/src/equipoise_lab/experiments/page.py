@@ -1,5 +1,6 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,11 +11,21 @@ from equipoise_lab.experiments.runner import Outcome
 
 def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
     """What a folder of results holds for these experiments, with their settings as they are now; nothing is run."""
-    found = [(experiment, read(experiment, folder / experiment.id)) for experiment in experiments]
-    return [
-        Outcome(e, result, stored=True, failure="" if result else "no stored result")
-        for e, result in found
-    ]
+    outcomes = []
+    for experiment in experiments:
+        result = read(experiment, folder / experiment.id)
+        failure = "" if result else _begun(folder / experiment.id / "cells.jsonl")
+        outcomes.append(Outcome(experiment, result, stored=True, failure=failure))
+    return outcomes
+
+
+def _begun(cells: Path) -> str:
+    """How far a run without a result came."""
+    if not cells.exists():
+        return "no stored result"
+    lines = cells.read_text(encoding="utf-8").splitlines()
+    owner = json.loads(lines[0])
+    return f"begun at {owner['scale']} scale: {len(lines) - 1} parts are stored"
 
 
 INTRODUCTION = (
