@@ -40,7 +40,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The table of the stored benchmarks, in place of its name."""
+    """The table of the stored benchmarks, in place of its name; figures of experiments where the site has them."""
+    markdown = markdown.replace("../../lab/results/experiments/", "results/")
     mark = "{{ stored benchmarks }}"
     if mark in markdown:
         markdown = markdown.replace(

@@ -59,11 +59,9 @@ def summary(
     lines += [
         _line(result, verdict, f" {result.experiment.place} |") for result, verdict in published
     ]
-    lines += [
-        f"| {o.experiment.id} | {o.experiment.place} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |"
-        for o in missing
-    ]
-    if own:
+    lines += [_missing(o, f" {o.experiment.place} |") for o in missing if not o.experiment.own]
+    own_missing = [_missing(o) for o in missing if o.experiment.own]
+    if own or own_missing:
         lines += [
             "",
             "## Claims of our own",
@@ -72,7 +70,7 @@ def summary(
             "",
             *OWN_HEAD,
         ]
-        lines += [_line(result, verdict) for result, verdict in own]
+        lines += [*(_line(result, verdict) for result, verdict in own), *own_missing]
     chapter = ""
     for result in done:
         if result.experiment.chapter != chapter:
@@ -87,6 +85,12 @@ def _line(result: Result, verdict: Verdict, place: str = "") -> str:
     part = f", {verdict.part}" if verdict.part else ""
     shown = f"| [{name}](#{name}){part} |{place} **{verdict.label}** |"
     return f"{shown} {_cell(verdict.measured)} | {_cell(verdict.published)} |"
+
+
+def _missing(outcome: Outcome, place: str = "") -> str:
+    experiment = outcome.experiment
+    row = f"| {experiment.id} |{place} not run | {_cell(outcome.failure)} |"
+    return f"{row} {_cell(experiment.published)} |"
 
 
 def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:

@@ -39,8 +39,8 @@ class Settings:
     """The recipe, how often norms are recorded, and what is tried."""
 
     recipe: dict[str, Any]
-    every: int = 5
     methods: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: METHODS)
+    every: int = 5
 
 
 def norms(model: nn.Module, size: int = 32) -> dict[str, float]:
