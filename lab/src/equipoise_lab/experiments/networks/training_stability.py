@@ -25,13 +25,14 @@ from equipoise_lab.models import build
 
 def one_batch_norm(**arguments: Any) -> nn.Module:
     """ResNet-18 whose BatchNorm layers are gone but for one, just before the last dense layer."""
-    net = build("resnet18", **arguments)
+    net: Any = build("resnet18", **arguments)
     for module in list(net.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.BatchNorm2d):
                 setattr(module, name, nn.Identity())
     net.fc = nn.Sequential(nn.BatchNorm1d(net.fc.in_features), net.fc)
-    return net
+    network: nn.Module = net
+    return network
 
 
 def batch_norm_penalty(context: Any, weight: float = 0.1) -> Any:
