@@ -166,7 +166,9 @@ def test_downloads_hold_every_number(browser, pages, report_parts):
         page.execute_script("document.getElementById('save-json').click();")
         for table in page.execute_script("return [...document.querySelectorAll('table[id]')].map((t) => t.id)"):
             rows = page.execute_script("return document.getElementById(arguments[0]).rows.length", table)
-            assert len(page.execute_script("return window.equipoise.tableCsv(arguments[0])", table).splitlines()) == rows
+            assert (
+                len(page.execute_script("return window.equipoise.tableCsv(arguments[0])", table).splitlines()) == rows
+            )
             latex = page.execute_script("return window.equipoise.tableLatex(arguments[0])", table)
             assert latex.count("\\\\") == rows
             assert latex.count(r"\begin{tabular}") == latex.count(r"\bottomrule") == 1
