@@ -31,7 +31,6 @@ def test_one_batch_norm_is_left_before_the_last_dense_layer():
     norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
     assert norms == [net.fc[0]]
     assert isinstance(net.fc[1], nn.Linear)
-    assert net(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
 
 
 def test_batch_norms_are_regularised_by_their_norm_in_evaluation():
@@ -96,12 +95,11 @@ def test_no_refutation_of_networks_at_chance_and_own_claims_apart():
     for outcome in stored(every(), COMMITTED):
         if outcome.result is None:
             continue
-        labels = [verdict.label for verdict in outcome.result.verdicts]
         for verdict in outcome.result.verdicts:
             own = verdict.label in (Label.HOLDS, Label.PARTLY, Label.FAILS)
             assert not own or verdict.own, outcome.experiment.id
         baselines = [r["accuracy"] for r in outcome.result.rows if r.get("variant") == "baseline"]
-        if baselines and Label.REFUTED in labels:
+        if baselines and any(v.label is Label.REFUTED for v in outcome.result.verdicts):
             assert min(baselines) > 0.5, outcome.experiment.id
 
 
