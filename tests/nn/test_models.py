@@ -125,13 +125,6 @@ def test_two_hundred_blocks_train_without_normalisation():
         assert float((net.eval()(x).argmax(1) == y).float().mean()) > 0.45  # 0.1 by chance
 
 
-def test_blocks_of_a_liresnet_start_near_the_identity():
-    net = build("liresnet", **SMALL["liresnet"])
-    for block, taps in ((net[2], (1, 1)), (net[-3], ())):
-        start = raw(block)[(..., *taps)].detach()
-        assert float((start - torch.eye(len(start))).abs().max()) < 0.5
-
-
 def test_sizes_of_the_published_sll_networks():
     for size, conv, dense, channels in (
         ("small", 20, 7, 45),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from equipoise.core.errors import InputError
-from equipoise_lab.experiments import Context, Label, catalogue, find, reproduce, results
+from equipoise_lab.experiments import Context, Label, catalogue, every, find, reproduce, results
+from equipoise_lab.experiments.page import stored, summary
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
@@ -24,7 +25,7 @@ SPEC = [
     "ad-text", "imagenet-tables", "rivals-vs-all", "grid-noise", "spectral-control",
 ]  # fmt: skip
 IDENTIFIERS = list(catalogue())
-COMMITTED = Path(__file__).parents[3] / "docs" / "experiments" / "results"
+COMMITTED = Path(__file__).parents[3] / "lab" / "results" / "experiments"
 
 
 def data() -> Path | None:
@@ -82,6 +83,13 @@ def test_committed_result(identifier: str):
     assert stored is not None, "the committed result has other settings: run `equipoise reproduce` again"
     assert stored.verdict.label is not Label.DRY
     assert experiment.draw(stored.rows).axes
+
+
+def test_the_page_is_that_of_the_committed_results():
+    """`equipoise reproduce -o lab/results/experiments --page docs/experiments/index.md`."""
+    page = COMMITTED.parents[2] / "docs" / "experiments" / "index.md"
+    links = os.path.relpath(COMMITTED, page.parent)
+    assert page.read_text(encoding="utf-8") == summary(stored(every(), COMMITTED), links)
 
 
 @pytest.mark.slow
