@@ -74,13 +74,13 @@ class Muon(torch.optim.Optimizer):
             for group in self.param_groups:
                 for p in group["params"]:
                     if group["orthonormal"] and p.grad is not None:
-                        self._turn(p, group["lr"], group["momentum"])
+                        self._turn(p, p.grad, group["lr"], group["momentum"])
         return loss
 
-    def _turn(self, p: Tensor, lr: float, momentum: float) -> None:
+    def _turn(self, p: Tensor, gradient: Tensor, lr: float, momentum: float) -> None:
         average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        average.lerp_(p.grad, 1 - momentum)
-        M = p.grad.lerp(average, momentum)
+        average.lerp_(gradient, 1 - momentum)
+        M = gradient.lerp(average, momentum)
         W = p
         if p.shape[-2] > p.shape[-1]:
             W, M = p.mT, M.mT
