@@ -29,6 +29,7 @@ SMALL = {
         "channels": [4, 8],
         "depths": [1, 2],
         "hidden": 12,
+        "dense": "bcop",
         "mean": [0.5],
         "mirrored": True,
         "head": "sr",

@@ -16,7 +16,7 @@ TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
 @pytest.fixture(scope="module")
 def board(tmp_path_factory):
     folder = tmp_path_factory.mktemp("board")
-    cells = [Cell("bcop"), Cell("bcop", seed=1), Cell("aol", "la"), Cell("torchlip-spectral")]
+    cells = [Cell("bcop"), Cell("bcop", seed=1), Cell("aol", "la"), Cell("bcop-muon"), Cell("torchlip-spectral")]
     return folder, cells, play(cells, TINY, folder)
 
 
@@ -33,7 +33,7 @@ def test_certified_is_at_most_attacked_is_at_most_clean(board):
 def test_played_cells_are_read_and_not_played_again(board, monkeypatch):
     folder, cells, before = board
     monkeypatch.setattr("equipoise_lab.scoreboard.cell._measured", lambda *_: pytest.fail("played again"))
-    again = play(cells[:3], TINY, folder)
+    again = play(cells[:4], TINY, folder)
     assert again.cells == [c for c in before.cells if "refused" not in c]
     with pytest.raises(InputError, match="another budget"):
         play(cells[:1], Budget("digits", 0.002, (4,), (1,), 8, 64), folder)
@@ -41,7 +41,7 @@ def test_played_cells_are_read_and_not_played_again(board, monkeypatch):
 
 def test_rows_are_means_over_seeds_and_pages_hold_them(board):
     folder, cells, found = board
-    play(cells[:3], TINY, folder)
+    play(cells[:4], TINY, folder)
     assert read_board(folder).cells == [c for c in found.cells if "refused" not in c]
     rows = {(r["family"], r["loss"]): r for r in found.rows()}
     assert rows["bcop", "lmt"]["accuracy"].seeds == 2
