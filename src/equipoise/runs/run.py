@@ -180,6 +180,7 @@ class Summary:
             "average_radius": self.average_radius,
             "statuses": self.statuses,
             "methods": Counter(row.method for row in rows if row.method),
+            "verdicts": Counter(filter(None, map(self.run.verdict, rows))),
             "draws": sum(row.n0 + row.draws for row in rows),
             "seconds": sum(row.seconds for row in rows),
             "failed": self.failed,
@@ -202,6 +203,9 @@ class Summary:
             lines.append(f"right answers: {percent(self.clean)} %, with or without a certificate")
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
+        if figures["verdicts"]:
+            epsilon = format_down(self.run.settings.epsilon, 4)
+            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -502,6 +506,10 @@ class Run:
         largest = float(np.quantile(results.radius, 0.98))
         return sorted({k * largest / 5 for k in range(6)})
 
+    def verdict(self, row: Row) -> str:
+        """Whether a row is `proved`, `broken` or `undecided` at the one radius of a proved run; empty where it has none."""
+        return row.verdict(self.settings.epsilon)
+
     def certified(self, results: Results) -> dict[InputId, float]:
         """The radius of every input whose certified answer is right, 0 for the others.
 
@@ -574,7 +582,7 @@ class Run:
             }
             record["radius"] = format_down(radius, 6)
             if self.kind == "proved":
-                record |= {"rival": row.rival, "method": row.method}
+                record |= {"rival": row.rival, "method": row.method, "verdict": self.verdict(row)}
             else:
                 record["draws"] = row.draws
             if self.settings.deployed:
