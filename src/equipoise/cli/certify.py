@@ -145,13 +145,12 @@ def _verify(
     shape = loaded.input_shape or tuple(boxes[0].low.shape)
     (example,) = loaded.examples or (torch.zeros(1, *shape),)
     answer = verify_property(loaded.model, example, boxes, ball=ball, seconds=seconds or math.inf)
+    tensors = {"input": answer.input, "output": answer.output}
+    values = {name: None if t is None else t.tolist() for name, t in tensors.items()}
     if json:
-        emit_json(answer.to_dict())
+        emit_json({"verdict": answer.verdict, "seconds": answer.seconds, **values})
     else:
-        tell(f"{answer.verdict} ({answer.parts} parts, {answer.seconds:.1f} s of processor time)")
-        if answer.input is not None and answer.output is not None:
-            values = {"X": answer.input.tolist(), "Y": answer.output.tolist()}
-            tell(*(f"{name}_{i} = {v!r}" for name, vs in values.items() for i, v in enumerate(vs)))
+        tell(answer.verdict, *(f"{name}: {v}" for name, v in values.items() if v is not None))
     if answer.verdict != "holds":
         raise typer.Exit(1)
 

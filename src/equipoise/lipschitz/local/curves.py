@@ -28,11 +28,6 @@ class Lines:
     upper: Tensor
     above: Tensor
 
-    def repeated(self, times: int) -> "Lines":
-        """Every row of lines several times; lines that all rows share stay as they are."""
-        tensors = (self.lower, self.below, self.upper, self.above)
-        return Lines(*(t if t.dim() == 1 else t.repeat_interleave(times, 0) for t in tensors))
-
     def range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of φ on `[low, high]` that the lines imply, rounded outward."""
         size = torch.maximum(low.abs(), high.abs())

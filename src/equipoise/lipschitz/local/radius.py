@@ -24,7 +24,7 @@ from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
-from equipoise.lipschitz.local.branch import Branching, Claim
+from equipoise.lipschitz.local.branch import Attack, Branching
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import (
     Case,
@@ -523,25 +523,30 @@ class Certifier:
 
     def _branching(self, case: Case, epsilon: float) -> Branching | None:
         """The search on one ball, for the rivals that the relaxation leaves open."""
-        open_ = (case.relaxed(epsilon) <= 0).nonzero()
-        ball = case.ball(epsilon) if len(open_) else None
+        open_ = case.relaxed(epsilon) <= 0
+        ball = case.ball(epsilon) if bool(open_.any()) else None
         if ball is None:
             return None
-        function, shape = as_function(self.run.program), case.x.shape
-        return Branching(
+        function, shape = as_function(self.run.program), case.x.shape[1:]
+        attack = Attack(
             ball,
-            Claim(case.rows, torch.zeros(len(case.rows), dtype=torch.float64), open_),
-            lambda points: function(points.reshape(-1, *shape[1:])),
-            lambda points: self.logits(points.reshape(-1, *shape[1:])),
+            lambda points: function(points.reshape(-1, *shape)),
+            lambda points: self.logits(points.reshape(-1, *shape)),
             case.x.dtype,
-            case.deadline,
         )
+        rows = case.rows[open_]
+        zero = torch.zeros(len(rows), dtype=torch.float64)
+        search = Branching(attack, rows, zero, case.deadline)
+        for n in range(len(rows)):
+            if search.broken is None:
+                search.broken = attack.everywhere(rows[n : n + 1], zero[n : n + 1])
+        return search
 
     def _at(self, case: Case, epsilon: float, search: Branching | None) -> str | None:
         """The method that proves every margin on the ball, from cheap to tight; None where none does."""
         if case.holds(epsilon):
             return "relaxation"
-        if search is not None and search.attack():
+        if search is not None and search.broken is not None:
             return None
         method = None if self.effort == "relaxation" else multipliers_at(case, epsilon)
         if method is None and search is not None and search.decide():
