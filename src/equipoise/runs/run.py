@@ -204,7 +204,7 @@ class Summary:
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
         if figures["verdicts"]:
-            epsilon = format_down(self.run.settings.epsilon, 4)
+            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
             lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")

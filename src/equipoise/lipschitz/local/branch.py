@@ -117,9 +117,9 @@ class Attack:
         else:
             order = 2 if ball.norm == "l2" else 1
             around = float(torch.linalg.vector_norm(ball.x, order)) + ball.radius
-            most = max(ball.radius * (1 - 1e-9) - eps * around, 0.0)
+            longest = max(ball.radius * (1 - 1e-9) - eps * around, 1e-300)
             size = torch.linalg.vector_norm(step, order, dim=1, keepdim=True)
-            step = step * (most / size.clamp_min(max(most, 1e-300)))
+            step = step * (longest / size.clamp_min(longest))
         return (ball.x + step).to(self.dtype).double()
 
     def _breaks(self, x: Tensor, rows: Tensor, offset: Tensor) -> bool:
