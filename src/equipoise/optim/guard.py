@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket, format_up
 from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import deflate, inflate, unit_roundoff
+from equipoise.core.precision import deflate, full_precision, inflate, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
@@ -255,9 +255,11 @@ class SpectralGuard:
         Free where nothing was written to the weights since the last step; `check=True` compares all values with those that
         the proof is about, which also sees writes through `.data`. Nothing is brought back here.
         """
-        for one in self.layers:
-            if check or one.current_stamp() != one.stamp:
-                self._bracket(one)
+        stale = [one for one in self.layers if check or one.current_stamp() != one.stamp]
+        if stale:
+            with full_precision():
+                for one in stale:
+                    self._bracket(one)
         return {
             name: Bracket(one.lower, one.upper, method="carried", note=f"radius {one.radius:g}")
             for one in self.layers
@@ -317,7 +319,8 @@ class SpectralGuard:
                 {key: value.to(one.weight.device) for key, value in part.items()}
             )
             kept = copy.deepcopy(one.tracked)  # later decisions must stay what they would have been
-            self._bracket(one)
+            with full_precision():
+                self._bracket(one)
             one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -350,8 +353,11 @@ class SpectralGuard:
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         return low or one.upper > self._limit(one)
 
-    @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
+        with torch.no_grad(), full_precision():
+            self._hold(layers)
+
+    def _hold(self, layers: list[Guarded]) -> None:
         for one in layers:
             self._bracket(one)
         for attempt in range(60):
