@@ -150,6 +150,10 @@ def test_a_false_claim_about_the_rest_is_dropped(lie):
         tracked.bracket(W, 0.1, 0.03)
         state = tracked.state_dict()
         assert bool(state["T"].any())
-        state[lie] = state[lie] * torch.tensor([1.0, 1.0, 1.0, 0.3], dtype=torch.float64) if lie == "numbers" else 0.3 * state[lie]
+        state[lie] = (
+            state[lie] * torch.tensor([1.0, 1.0, 1.0, 0.3], dtype=torch.float64)
+            if lie == "numbers"
+            else 0.3 * state[lie]
+        )
         tracked.load_state_dict(state)
     assert tracked.proof is None

@@ -28,7 +28,6 @@ from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import (
     deflate,
-    frobenius,
     full_precision,
     gamma,
     inflate,
@@ -239,7 +238,7 @@ _SCRATCH = threading.local()
 
 
 def _scratch(like: Tensor) -> Tensor:
-    """Memory for a tensor of this shape, the same for all weights: fresh memory costs more than the difference that is put there."""
+    """Memory for a tensor of this shape, the same for all weights: fresh memory costs more than the difference put there."""
     kind = f"{like.device} {like.dtype}"
     buffer = getattr(_SCRATCH, kind, None)
     if buffer is None or buffer.numel() < like.numel():
@@ -276,9 +275,7 @@ class TrackedMatrix(TrackedNorm):
     ) -> tuple[float, float]:
         assert proof.T is not None
         T, rest = self.kappa * proof.T, inflate(self.kappa * proof.settings[0])
-        lower, upper, self.Q = deflated_bracket(
-            A, size, self.Q, T, rest, change, enough, rtol
-        )
+        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough, rtol)
         return lower, upper
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:

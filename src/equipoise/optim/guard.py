@@ -230,7 +230,7 @@ class SpectralGuard:
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Check and bring back after every `step()` of these optimizers, until `detach()`."""
         for optimizer in optimizers:
-            host = _hooked(optimizer)
+            host = hooked_optimizer(optimizer)
             if not any(one.trained_by(host) for one in self.layers):
                 raise InputError(
                     f"this {type(host).__name__} trains none of the guarded weights; attach the optimizer that does, and give "
@@ -413,7 +413,7 @@ class SpectralGuard:
             self._bracket(one)
 
 
-def _hooked(optimizer: Any) -> torch.optim.Optimizer:
+def hooked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks really run: the one given, or the one inside a wrapper that has none."""
     host = optimizer
     while host is not None:
