@@ -9,8 +9,8 @@ For `W = κS + D`, any few directions Q with the orthogonal projector P onto the
     ‖Wx‖² ≤ a²‖Px‖² + 2c‖Px‖‖r‖ + b²‖r‖²,      hence      ‖W‖² ≤ λ_max [[a², c], [c, b²]]                      (2)
     a = ‖WP‖,   c = ‖(I − P)WᵀWP‖,   b = κ·√(ρ² + ‖T(I − P)‖²) + ‖D‖_F .
 
-a and c are computed from the products `QWᵀ` and `QWᵀW`, at the price of a few vectors, for the weight as it is. Training raises few
-singular values far above the others, so b may grow for many steps before (2) exceeds a by more than a little, where Weyl's
+a and c are computed from the products `QWᵀ` and `QWᵀW`, at the price of a few vectors, for the weight as it is. Training raises
+few singular values far above the others, so b may grow for many steps before (2) exceeds a by more than a little, where Weyl's
 inequality alone would lose ‖D‖_F from the first step on.
 """
 
@@ -50,7 +50,7 @@ def first_directions(A: Tensor) -> Tensor:
 
 
 def orthonormal(Q: Tensor) -> Tensor:
-    """Orthonormal rows of the same span, in memory row by row: products with few rows are several times faster than with columns."""
+    """Orthonormal rows of the same span, row by row in memory: products with few rows are far faster than with columns."""
     return torch.linalg.qr(Q.mT)[0].mT.contiguous()
 
 

@@ -120,17 +120,17 @@ class TrackedNorm:
             lower, upper, size, change = self._carried(A, self.proof)
             self.used["weyl"] += 1
             if not math.isfinite(upper):
-                require_finite(A, what)
+                self._require_finite(A, what)
             if upper > enough:
                 low, high = self._followed(A, self.proof, size, change, enough, rtol)
                 lower, upper = max(lower, low), min(upper, high)
             if not renew or upper <= enough or upper <= (1 + rtol) * lower:
                 return lower, upper, size
-        require_finite(A, what)
+        self._require_finite(A, what)
         self.used["direct"] += 1
         lower, upper = self._direct(A, enough, rtol)
         self.kappa = 1.0
-        return lower, upper, _size(A)
+        return lower, upper, self._extent(A)[0]
 
     def scale(self, W: Tensor, factor: float) -> tuple[float, float]:
         """`W ← factor·W` in place, and both ends of its norm: every entry is rounded once.
@@ -143,7 +143,7 @@ class TrackedNorm:
         self.kappa *= factor
         lower, upper, size = (inflate(factor * x) for x in self.last)
         u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
-        rounding = inflate(u * size + math.sqrt(W.numel()) * tiny)
+        rounding = inflate(u * size + math.sqrt(self._extent(W, 0.0)[1]) * tiny)
         lost = self._spread(rounding)
         lower = max(0.0, deflate(deflate(deflate(lower) - lost)))
         self.last = (lower, inflate(upper + lost), inflate(size + rounding))
@@ -197,6 +197,13 @@ class TrackedNorm:
         lower = max(0.0, deflate(kappa * proof.lower) - distance)
         upper = inflate(inflate(kappa * proof.upper) + distance)
         return lower, upper, inflate(s + d + rounding), Change(difference, d, rounding)
+
+    def _require_finite(self, A: Tensor, what: str) -> None:
+        require_finite(A, what)
+
+    def _extent(self, A: Tensor, size: float | None = None) -> tuple[float, int]:
+        """`‖A‖_F`, unless it is given, and the number of entries."""
+        return _size(A) if size is None else size, A.numel()
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         raise NotImplementedError
@@ -261,6 +268,9 @@ class TrackedMatrix(TrackedNorm):
     >>> tracked.bracket(W + 1e-3, enough=3.1)[1] >= 3
     True
     """
+
+    #: directions that are followed, as rows
+    Q: Tensor
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         if W.dim() != 2 or W.is_complex():

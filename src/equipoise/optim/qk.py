@@ -383,7 +383,8 @@ def find_attentions(
 
 def _attention(module: Any) -> Attention | None:
     """Projections and heads of a module of known structure; None for other modules."""
-    if isinstance(module, nn.MultiheadAttention):
+    mha = isinstance(module, nn.MultiheadAttention)
+    if mha:
         d = module.embed_dim
         if module.in_proj_weight is not None:
             query, key = (
@@ -405,15 +406,15 @@ def _attention(module: Any) -> Attention | None:
     )
     scale = getattr(module, "scaling", None)
     for q, k in (("query", "key"), ("q_proj", "k_proj")):
-        query, key = getattr(module, q, None), getattr(module, k, None)
-        if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and heads:
-            keys = key.out_features // (query.out_features // heads)
+        first, second = getattr(module, q, None), getattr(module, k, None)
+        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and heads:
+            keys = second.out_features // (first.out_features // heads)
             # whether rotary embeddings follow is not seen: the ceiling with them holds in both cases
             rotary = q == "q_proj"
             return Attention(
-                Projection(query), Projection(key), heads, keys, rotary=rotary, scale=scale
+                Projection(first), Projection(second), heads, keys, rotary=rotary, scale=scale
             )
-    packed = getattr(module, "c_attn", None)
+    packed: Any = getattr(module, "c_attn", None)
     if isinstance(getattr(packed, "weight", None), Tensor) and heads:
         d = packed.weight.shape[1] // 3
         scale = None if getattr(module, "scale_attn_weights", True) else 1.0
