@@ -135,8 +135,9 @@ class Polar(torch.autograd.Function):
         most = squares[..., -1:]
         s = squares.maximum(SMALLEST**2 * or_one(most)).sqrt()
         Q = (U / s[..., None, :]) @ (U.mT @ W)
-        precise = (t.to(_precision(raw)) for t in (Q, U, s * scale[..., 0]))
-        return torch.where(whole, last_step(Q, raw.dtype), torch.nan).to(raw.dtype), *precise
+        result = torch.where(whole, last_step(Q, raw.dtype), torch.nan).to(raw.dtype)
+        dtype = _precision(raw)
+        return result, Q.to(dtype), U.to(dtype), (s * scale[..., 0]).to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
