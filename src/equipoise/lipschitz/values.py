@@ -16,6 +16,12 @@ from torch import Tensor, fx
 from equipoise.onnx.network import OnnxNode
 
 
+def aten_name(node: Any) -> str:
+    """`relu.default` for a node that runs an operation of aten; empty for anything else."""
+    target = getattr(node, "target", None)
+    return str(target).removeprefix("aten.") if isinstance(target, torch._ops.OpOverload) else ""
+
+
 def where(node: fx.Node) -> str:
     """`node 'relu' (module features.1, file.py line 3)`: what every refusal starts with."""
     path, line = module_path(node), source_line(node)
