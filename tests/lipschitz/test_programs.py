@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 
 import pytest
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from lipschitz_nets import Op
 from torch import nn
 
-from equipoise import nn as own
-from equipoise.conversion import export, make_lipschitz
+from equipoise.conversion import make_lipschitz
 from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
 from equipoise.testing import check_facts
@@ -345,41 +343,3 @@ def test_integers_are_refused_in_a_sentence():
 def test_bad_settings_end_in_a_sentence(settings):
     with pytest.raises(EquipoiseError):
         lipschitz_bound(nn.Linear(4, 3).eval(), torch.randn(2, 4), **settings)
-
-
-IMAGE, ROW, LINE = (4, 6, 6), (4,), (4, 6)
-LAYERS = {
-    **{
-        f"{name}{suffix}": (functools.partial(getattr(own, f"{name}{suffix}"), *arguments), shape)
-        for suffix, arguments, shape in (
-            ("Linear", (4, 4), ROW), ("Conv1d", (4, 4, 3), LINE), ("Conv2d", (4, 4, 3), IMAGE),
-            ("ConvTranspose2d", (4, 4, 3), IMAGE),
-        )
-        for name in ("AOL", "SN", "SR", "BRO", "BCOP", "RKO", "SOC", "Bjorck", "Cayley", "CPL", "SLL")
-        if hasattr(own, f"{name}{suffix}")
-    },
-    "LayerCentering": (own.LayerCentering, IMAGE),
-    "BatchCentering": (lambda: own.BatchCentering(4), IMAGE),
-    "GroupSort": (lambda: own.GroupSort(2), IMAGE),
-    "MaxMin": (own.MaxMin, IMAGE),
-    "HouseholderActivation": (lambda: own.HouseholderActivation(4), IMAGE),
-    "MaxPool2d": (lambda: own.MaxPool2d(2), IMAGE),
-    "ScaledAvgPool2d": (lambda: own.ScaledAvgPool2d(2), IMAGE),
-    "ScaledGlobalAvgPool2d": (own.ScaledGlobalAvgPool2d, IMAGE),
-    "SpaceToDepth": (lambda: own.SpaceToDepth(2), IMAGE),
-    "DepthToSpace": (lambda: own.DepthToSpace(2), IMAGE),
-    "PadChannels": (lambda: own.PadChannels(8), IMAGE),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_our_own_layers_are_one_to_our_own_auditor(name):
-    """Trained for a step, in evaluation, and exported to plain modules."""
-    make, shape = LAYERS[name]
-    torch.manual_seed(0)
-    layer = make().train()
-    x = torch.randn(2, *shape)
-    layer(x).square().mean().backward() if any(p.requires_grad for p in layer.parameters()) else layer(x)
-    layer.eval()
-    assert lipschitz_bound(copy.deepcopy(layer), x).upper <= 1 + 1e-3
-    assert lipschitz_bound(export(layer, x), x).upper <= 1 + 1e-3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -281,16 +280,6 @@ def test_a_bound_of_an_onnx_network_is_the_bound_of_the_same_module(how: dict[st
     network = load_onnx(tmp_path / "net.onnx")
     assert torch.allclose(network(x), plain(x), atol=1e-5)
     assert eq.lipschitz_bound(network, x).upper == pytest.approx(eq.lipschitz_bound(plain, x).upper, rel=1e-3)
-
-
-def test_batches_of_any_size_run_and_double_keeps_the_numbers() -> None:
-    network = read_onnx(CASES["Shape"])
-    x = torch.from_numpy(numbers(3, 4, 6, 5))
-    assert network(x).shape == (3, 120)
-    assert network(x[:1]).shape == (1, 120)
-    wide = pickle.loads(pickle.dumps(read_onnx(deep()))).double()  # as it travels to other processes
-    y = torch.randn(4, 2, 3, dtype=torch.float64)
-    assert wide(y).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 _WRITTEN_OUT = frozenset({
     "__and__", "__or__", "__xor__", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_tensor_metadata",
     "_conj", "_convolution", "_native_batch_norm_legit", "_prelu_kernel", "_unsafe_index", "_weight_norm", "absolute",
-    "addcdiv", "addcmul", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "broadcast_tensors", "chunk", "clip", "complex", "concatenate", "conj", "cosine_similarity",
+    "addcdiv", "addcmul", "addmm", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_tensors", "chunk", "clip", "complex", "concatenate", "conj",
+    "cosine_similarity", "cumsum",
     "diag", "diff", "divide", "dot", "einsum", "embedding", "eye", "fft_fft", "fft_fft2", "fft_ifft", "fft_ifft2",
     "fft_irfft", "fft_irfft2", "fft_rfft", "fft_rfft2", "fill", "frobenius_norm", "full", "full_like", "greater",
     "greater_equal", "gru", "gru_cell", "hstack", "imag", "inner", "inverse", "less", "less_equal", "lift",

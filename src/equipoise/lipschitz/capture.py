@@ -28,7 +28,7 @@ from equipoise.core.modules import flat_tensors
 from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
 from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, find_regions
-from equipoise.lipschitz.values import aten_name, evaluate, in_float64, where
+from equipoise.lipschitz.values import aten_name, in_float64, perform, where
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -327,17 +327,15 @@ _DIFFERS = (
 def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
     """Whether program and model agree on the example and two random points, with and without gradients."""
     generator = torch.Generator().manual_seed(0)
-    points = [examples]
-    for scale in (1.0, 30.0):
-        noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples)
-        points.append(tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True)))
-    for i, point in enumerate(points):
-        with torch.set_grad_enabled(i == 1):
-            if not _holds(
-                model,
-                point,
-                lambda net, some: _same_values(net, program, some, exact=net is not model),
-            ):
+
+    def same(net: nn.Module, point: Examples) -> bool:
+        return _same_values(net, program, point, exact=net is not model)
+
+    for scale in (0.0, 1.0, 30.0):
+        noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
+        point = tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True))
+        with torch.set_grad_enabled(scale == 1):
+            if not _holds(model, point if scale else examples, same):
                 return False
     return True
 
@@ -361,14 +359,17 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
         exact: in float64, as the real functions that operations stand for (see `values`).
     """
 
-    def constant(node: fx.Node) -> Any:
-        if not exact and node in program.native:
-            return program.native[node]
-        value = program.constants[node]
-        return in_float64(value) if exact else value
+    values: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
 
-    start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
-    values = evaluate(program.nodes, constant, start, exact=exact)
+    def value(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        if exact:
+            return in_float64(program.constants[node])
+        return program.native.get(node, program.constants[node])
+
+    for node in program.nodes:
+        values[node] = perform(node, value, exact=exact)
     outputs = [
         values[o] if o in values else program.constants.get(o)
         for o in _returned(program.inputs[0].graph)
@@ -577,9 +578,8 @@ def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
         raise Refused(
             f"{where(node)} draws random numbers ({node.target}): the map differs from call to call"
         )
-    args: Any = fx.node.map_arg(node.args, value)
     with torch.no_grad():
-        return node.target(*args, **fx.node.map_arg(node.kwargs, value))  # type: ignore[operator]
+        return perform(node, value)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

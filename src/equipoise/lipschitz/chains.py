@@ -36,7 +36,7 @@ _U = 2.0**-53
 #: the slopes of the identity
 LINEAR = (1.0, 1.0)
 #: an approximate inverse, and a bound of its distance to the true one
-Inverse = tuple[Tensor, float]
+Inverse = tuple[Tensor | None, float]
 
 
 def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1.0)) -> float:
@@ -71,11 +71,11 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
         return -math.inf
     layers, exponents = zip(*(_scaled(layer) for layer in layers), strict=True)
     total = log_product(2 * math.log(2) * sum(exponents))  # the bound is homogeneous in every layer
-    inverse: Inverse | None = torch.eye(layers[0].matrix.shape[1], dtype=torch.float64), 0.0
+    inverse: Inverse | None = None, 0.0
     for i, layer in enumerate(layers):
-        A = None if inverse is None else _spread(layer, *inverse)
-        if A is None:
+        if inverse is None:
             return None
+        A = _spread(layer, *inverse)
         a = inflate(float(spectral_norm(A, rtol=1e-6).upper))
         if a == 0:
             return -math.inf
@@ -96,14 +96,15 @@ def _scaled(layer: Matrix) -> tuple[Matrix, int]:
     return Matrix(matrix, error), e
 
 
-def _spread(layer: Matrix, X: Tensor, e: float) -> Tensor | None:
-    """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one."""
+def _spread(layer: Matrix, X: Tensor | None, e: float) -> Tensor:
+    """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one.
+
+    None stands for the identity, whose size the input of a network may have.
+    """
     W = layer.matrix.double()
-    if max(W.shape) > WIDEST and X.shape[0] > WIDEST:
-        return None
-    w, x = float(frobenius(W)), float(frobenius(X))
-    A = W @ X @ W.mT
-    rounding = 2 * gamma(2 * X.shape[0] + 8, torch.float64) * w * w * x + 1e-290
+    w, x = float(frobenius(W)), 1.0 if X is None else float(frobenius(X))
+    A = (W if X is None else W @ X) @ W.mT
+    rounding = 2 * gamma(2 * W.shape[1] + 8, torch.float64) * w * w * x + 1e-290
     drift = (2 * w + layer.error) * layer.error * (x + e)
     return _symmetric(A, inflate(rounding + e * w * w + drift))
 
@@ -134,6 +135,7 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     if inverse is None:
         return None
     X, e = inverse
+    assert X is not None
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
     lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + size)) + 16 * _U * t * size

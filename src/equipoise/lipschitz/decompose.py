@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import Refused, one_line
-from equipoise.lipschitz.rules.registry import has_rule
+from equipoise.lipschitz.rules.registry import rule_of
 from equipoise.lipschitz.values import aten_name, where
 
 _aten = torch.ops.aten
@@ -156,7 +156,7 @@ def _is_number(value: Any) -> bool:
 def _recognise(node: fx.Node, result: Decomposed) -> None:
     """Replace a node that ends a composition by the operation that the composition is."""
 
-    def make(target: Any, *args: Any, **keywords: str) -> fx.Node:
+    def make(target: Any, *args: Any, **keywords: Any) -> fx.Node:
         made = result.graph.call_function(target, args, keywords)
         made.meta = dict(node.meta)
         result.added.add(made)
@@ -276,7 +276,7 @@ def _operands(node: Any, depth: int = 6) -> set[Any]:
 
 def _polynomial(node: Any, *variables: fx.Node) -> dict[tuple[int, ...], float]:
     """Coefficients by powers of the variables; empty where the node is no polynomial of them."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     symbols = dict(zip(variables, sympy.symbols("x y"), strict=False))
 
@@ -332,7 +332,7 @@ _OWN: dict[Any, Callable[..., Tensor]] = {_aten.scaled_dot_product_attention.def
 
 
 def _is_composed(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or has_rule(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or rule_of(node) is not None:
         return False
     return (
         node.target in _OWN or node.target._can_decompose() or node.target.overloadpacket in _KNOWN

@@ -4,6 +4,7 @@ Two totals are carried side by side in the log domain: `product`, layer by layer
 composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -39,16 +40,22 @@ class Facts:
     base: fx.Node | None = None
 
 
+NodeFacts = dict[fx.Node, Facts]
+Regions = dict[fx.Node, tuple[Region, ...]]
+#: a run of linear maps and the node where it begins
+Run = tuple[Linear | None, fx.Node | None]
+
+
 @dataclass(frozen=True)
 class Propagation:
     """The bounds of every node, with the step each rule gave, and the totals."""
 
     program: Program
-    facts: dict[fx.Node, Facts]
+    facts: NodeFacts
     steps: dict[fx.Node, Step]
     product: float
     fused: float
-    regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict)
+    regions: Regions = field(default_factory=dict)
 
     def call(self, node: fx.Node, cache: Cache) -> Call:
         """A node with its arguments: signals where they depend on the input, constants elsewhere."""
@@ -63,7 +70,7 @@ def propagate(
 ) -> Propagation:
     """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that."""
     cache = Cache(rtol) if cache is None else cache
-    facts: dict[fx.Node, Facts] = {}
+    facts: NodeFacts = {}
     steps: dict[fx.Node, Step] = {}
     run = Propagation(program, facts, steps, math.inf, math.inf)
     size = math.inf if ball is None else float(ball)
@@ -73,7 +80,7 @@ def propagate(
             Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0
         )
 
-    regions: dict[fx.Node, tuple[Region, ...]] = {}
+    regions: Regions = {}
     for region in program.regions:
         regions[region.output] = (*regions.get(region.output, ()), region)
     inside = {
@@ -109,7 +116,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
+def _shortened(plain: Facts, regions: tuple[Region, ...], facts: NodeFacts) -> Facts:
     """The smaller of what the operations give and what the regions that end here give."""
     product, fused = plain.product, plain.fused
     for region in regions:
@@ -121,18 +128,13 @@ def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, F
 
 
 def _residual(
-    call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]
+    call: Call, step: Step, steps: dict[fx.Node, Step], facts: NodeFacts
 ) -> Region | None:
     """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual_bound`."""
-    if (
-        not isinstance(step.map, Sum)
-        or len(step.gains) != 2
-        or any(gain != 1 for _, gain in step.gains)
-    ):
+    if not isinstance(step.map, Sum) or [gain for _, gain in step.gains] != [1, 1]:
         return None
     sign = math.prod(step.map.weights)  # of the one term relative to the other
-    first, second = step.gains[0][0], step.gains[1][0]
-    for x, y in ((first, second), (second, first)):
+    for x, y in itertools.permutations(s for s, _ in step.gains):
         branch = facts[y.node]
         act = None if branch.base is None else steps.get(branch.base)
         if act is None or act.curve is None or x.shape != y.shape:
@@ -142,14 +144,9 @@ def _residual(
             continue
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
+            name = module_path(call.node)
             return Region(
-                x.node,
-                call.node,
-                bound,
-                module_path(call.node),
-                "residual",
-                "residual pattern",
-                whole=False,
+                x.node, call.node, bound, name, "residual", "residual pattern", whole=False
             )
     return None
 
@@ -186,7 +183,7 @@ def _check(node: fx.Node, step: Step) -> None:
             )
 
 
-def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
+def _advance(call: Call, step: Step, facts: NodeFacts) -> Facts:
     sources = [s.node for s, _ in step.gains] + [
         s.part[0] for s, _ in step.gains if s.part is not None
     ]
@@ -211,9 +208,8 @@ def _pending(node: fx.Node, step: Step) -> bool:
 
 def combined(step: Step, logs: dict[fx.Node, float]) -> float:
     """The bound after a step; parts of one tensor that do not overlap count once in a root of squares."""
-    terms = [(s, log_product(log_up(gain), logs[s.node])) for s, gain in step.gains]
     if step.combine == "sum":
-        return log_sum(t for _, t in terms)
+        return log_sum(log_product(log_up(gain), logs[s.node]) for s, gain in step.gains)
     return log_root(_grouped(step, logs))
 
 
@@ -237,9 +233,7 @@ def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
     return terms
 
 
-def _linear_run(
-    call: Call, step: Step, facts: dict[fx.Node, Facts]
-) -> tuple[Linear | None, fx.Node | None]:
+def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     if isinstance(step.map, Sum):
         return _parallel_run(step, facts) if step.map.weights == (1.0, 1.0) else (None, None)
     if len(step.gains) != 1:
@@ -263,25 +257,18 @@ def _linear_run(
     return step.linear, source
 
 
-def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
+def _parallel_run(step: Step, facts: NodeFacts) -> Run:
     """`A x + B x` of two linear runs from the same node; the node itself counts as the identity."""
     (a, gain_a), (b, gain_b) = step.gains
     if gain_a != 1 or gain_b != 1 or a.shape != b.shape:
         return None, None
     identity = Diagonal(torch.ones(1, dtype=torch.float64), 1)
-    runs_a = [(facts[a.node].form, facts[a.node].base), (identity, a.node)]
-    runs_b = [(facts[b.node].form, facts[b.node].base), (identity, b.node)]
-    for form_a, base_a in runs_a:
-        for form_b, base_b in runs_b:
-            if (
-                form_a is not None
-                and form_b is not None
-                and base_a is base_b
-                and base_a is not None
-            ):
-                joined = add(form_a, form_b)
-                if joined is not None:
-                    return joined, base_a
+    runs = [[(facts[s.node].form, facts[s.node].base), (identity, s.node)] for s in (a, b)]
+    for (first, base), (second, other) in itertools.product(*runs):
+        if first is not None and second is not None and base is other:
+            joined = add(first, second)
+            if joined is not None:
+                return joined, base
     return None, None
 
 

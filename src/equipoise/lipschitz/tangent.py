@@ -123,9 +123,7 @@ def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
     """
     if curve.function is not None:
         return curve.function(x)
-    result: Tensor = perform(
-        call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs
-    )
+    result: Tensor = perform(call.node, lambda _: x)
     return result
 
 

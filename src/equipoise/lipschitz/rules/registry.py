@@ -16,11 +16,12 @@ from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import deflate, frobenius, inflate
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
-from equipoise.lipschitz.values import where
+from equipoise.lipschitz.values import Lookup, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
+Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
 
@@ -35,7 +36,7 @@ class Signal:
     """
 
     node: fx.Node
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     norm: float = math.inf
     row: float = math.inf
@@ -122,7 +123,7 @@ def unchanged(x: Signal) -> Step:
 class Call:
     """One node with its arguments by schema name: `Signal` where they depend on the input, values elsewhere."""
 
-    def __init__(self, node: fx.Node, lookup: Callable[[fx.Node], Any], cache: Cache) -> None:
+    def __init__(self, node: fx.Node, lookup: Lookup, cache: Cache) -> None:
         self.node, self.lookup, self.cache = node, lookup, cache
         self.arguments = _bind(node, lookup)
 
@@ -143,7 +144,7 @@ class Call:
         return bracket(form, self.cache)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the output."""
         return shape_of(self.node)
 
@@ -227,7 +228,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation; refused where there is none."""
-    function = _rule_of(node)
+    function = rule_of(node)
     if function is not None:
         return function
     name = _name(node.target)
@@ -238,12 +239,8 @@ def find_rule(node: fx.Node) -> Rule:
     )
 
 
-def has_rule(node: fx.Node) -> bool:
-    """Whether a node's operation has a rule."""
-    return _rule_of(node) is not None
-
-
-def _rule_of(node: fx.Node) -> Rule | None:
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a node's operation, if it has one."""
     table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
     if name not in table:
         _load_installed()
@@ -282,7 +279,7 @@ def known_operations() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> Shape:
     """Static shape of a node's tensor (of the first, for several)."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
@@ -328,7 +325,7 @@ def root(n: int) -> float:
     return float(whole) if whole * whole == n else inflate(math.sqrt(n))
 
 
-def copies(signal: Signal, shape: tuple[int, ...]) -> float:
+def copies(signal: Signal, shape: Shape) -> float:
     """√ of how often broadcasting to `shape` repeats every entry, rounded up."""
     times = math.prod(shape) // max(1, signal.numel)
     return root(max(1, times))
@@ -347,7 +344,7 @@ def repeated(
     return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
-def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> Shape:
     """One number per axis, from one for all, one each, or none at all.
 
     Args:
@@ -362,7 +359,7 @@ def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, .
     return values * dims if len(values) == 1 else values
 
 
-def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
+def _bind(node: fx.Node, lookup: Lookup) -> dict[str, Any]:
     args = fx.node.map_arg(node.args, lookup)
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # `getitem`
