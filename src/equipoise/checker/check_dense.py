@@ -79,9 +79,7 @@ def dense_layers(network):
         expected = "relu" if op == "linear" else "linear"
         if op == "linear":
             weight = network.tensor(node, "weight")
-            bias = (
-                network.tensor(node, "bias") if "bias" in node["weights"] else np.zeros(len(weight))
-            )
+            bias = network.tensor(node, "bias")
             require(bias.shape == (len(weight),), f"{previous}: a bias of another size")
             layers.append((weight, bias))
     require(expected == "relu", "expected a dense layer at the end")
@@ -110,7 +108,7 @@ class Ball:
         size = (np.abs(x) + radius) * WIDER
         for k, (weight, bias) in enumerate(layers):
             absolute = np.abs(weight)
-            moved = absolute @ self.moved[-1] * WIDER if k else norm(weight)
+            moved = absolute @ self.moved[-1] * WIDER if k else norm(weight.T)
             self.moved.append(moved)
             self.spread.append(self.unit(k) * (absolute @ size + np.abs(bias)) + TINY)
             slip = (
@@ -122,6 +120,9 @@ class Ball:
             unit = np.eye(len(bias))
             self.low.append(self.lower(k, unit))
             self.high.append(-self.lower(k, -unit))
+            require(
+                np.isfinite([self.low[k], self.high[k]]).all(), "the range of a neuron overflows"
+            )
             value = np.maximum(value, 0)
             size = np.maximum(self.high[k], 0)
 
@@ -144,7 +145,7 @@ class Ball:
                 constant = constant + negative @ offset
                 error = error - self.unit(i) * (negative @ offset)
                 rows = np.maximum(rows, 0) * below + negative * above
-        reach = self.radius * norm(rows) * WIDER
+        reach = self.radius * norm(rows.T) * WIDER
         value = rows @ self.x + constant
         error = error + gamma(len(self.x) + 16) * (np.abs(rows) @ np.abs(self.x))
         return (
@@ -195,6 +196,7 @@ class Ball:
         """The margins that the ranges do not prove positive on the ball, as rows, divided by their values at the centre."""
         logits = self.centre[-1]
         unit = np.eye(len(logits))
+        require(0 <= label < len(logits), "the label is not one of the classes")
         margins = np.delete(unit[label] - unit, label, axis=0)
         lost = np.abs(margins) @ (self.slip[-1] * WIDER + 4 * U * np.abs(logits))
         values = margins @ logits - lost
@@ -225,7 +227,7 @@ class Ball:
         L = (1 - 1e-9) / self.radius
         scale = np.concatenate([sigma, np.full(len(margins), L)])
         R = np.concatenate([C, D * sigma], axis=1) / scale[:, None]
-        error = norm((slack / scale)[None]) + 16 * U * norm(R.reshape(1, -1))
+        error = norm((slack / scale)[:, None]) + 16 * U * norm(R.reshape(-1, 1))
         check_matrix(R, float(1 - error[0] * WIDER))
 
 
@@ -307,14 +309,13 @@ def check_exact(folder):
         set(claims) == {"lipschitz", "radii"},
         "exact checks are for bundles with a constant and radii",
     )
-    require("deployed" not in claims["radii"], "exact checks are not for deployed networks")
     layers = []
     constant = Fraction(1)
     norms = [node["upper"] for node in network.nodes if node["op"] == "linear"]
     for (weight, bias), s in zip(dense_layers(network), norms):
         check_norm(weight, float(s))
         trunk = constant
-        constant *= Fraction(s)
+        constant *= Fraction(float(s))
         layers.append((*integers_of(weight), *integers_of(bias)))
     require(
         constant <= Fraction(number(claims["lipschitz"])), "the Lipschitz constant is not proved"
@@ -331,7 +332,7 @@ def check_exact(folder):
         for rival in range(len(rows)):
             margin = Fraction(value[label] - value[rival], denominator)
             square = scaled * sum((rows[label] - rows[rival]) ** 2)
-            proved = rival == label or (margin > 0 and margin**2 >= square)
+            proved = rival == label or (margin > 0 and margin**2 > square)
             require(proved, f"input {index}: the radius {radii[index]} is not proved")
     constant_proved = f"Lipschitz constant at most {claims['lipschitz']} in the l2 norm"
     return [f"{sentence}, exactly" for sentence in [constant_proved, *sentences]]

@@ -13,7 +13,7 @@ procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise
 
 import itertools
 import math
-from decimal import Decimal, getcontext
+from decimal import Decimal, localcontext
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -169,8 +169,14 @@ PROCEDURES = {"bounds": check_bounds, "joint": check_joint}
 
 
 def check_smoothing(network, inputs, claim):
+    """Prove the radius of every row, with sixty digits."""
+    with localcontext() as context:
+        context.prec = 60
+        return check_rows(claim)
+
+
+def check_rows(claim):
     """Prove the radius of every row."""
-    getcontext().prec = 60
     sigma = Decimal(number(claim["sigma"]))
     number(claim["alpha"], 1e-15, 0.5)
     integer(claim["n"], 1, 10**6)
