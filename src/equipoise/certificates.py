@@ -7,6 +7,7 @@ described in `docs/certificates.md`. The claims are about the real function of t
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def write(
         )
     divisor = 255 if x.dtype == torch.uint8 else 1
     images = np.asarray(x.detach().cpu())
+    inputs = images / float(divisor)
     parameter = next(model.parameters(), torch.zeros(()))
     example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
@@ -92,19 +94,19 @@ def write(
         with np.errstate(all="ignore"):
             network = checker.Network(document, weights)
             _require_same_function(model, network, example)
-            proved = _provable(network, images / divisor, labels)
+            proved = _provable(network, inputs, labels, np.zeros(len(labels)))
             if deployed:
                 # rounding grows with the radius: what is proved for a larger one holds
                 executed = check_deployed.Deployed(network)
-                proved = np.minimum(proved, _provable(executed, images / divisor, labels, proved))
+                proved = np.minimum(proved, _provable(executed, inputs, labels, proved))
     except checker.Rejected as error:
         raise Refused(f"the checker proves nothing about this network: {error}") from None
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
-    claims: dict[str, Any] = {"lipschitz": network.constant}
+    claims: dict[str, Any] = {"lipschitz": float(network.constant)}
     claims[kind] = _claim("radii", tensors, divisor, epsilons)
     if not deployed and (wanted > proved).any():
-        local = _local(network, images / divisor, labels, wanted, proved)
+        local = _local(network, inputs, labels, wanted, proved)
         if local is not None:
             tensors["local"], tensors["multipliers"] = local
             claims["local"] = _claim("local", tensors, divisor, epsilons)
@@ -234,34 +236,25 @@ def _require_same_function(model: nn.Module, network: "checker.Network", example
     """Compare the bundle's network with the model on the example."""
     with evaluating(model), torch.no_grad():
         # one by one: a program may be fixed to a batch of one
-        expected = _double(torch.cat([model(sample[None]) for sample in example]))
+        outputs = torch.cat([model(sample[None]) for sample in example])
+    expected = np.moveaxis(_double(outputs), 0, -1)
     batch = np.moveaxis(_double(example), 0, -1)
-    value = np.moveaxis(network.evaluate(batch, np.zeros(len(example))).x, -1, 0)
-    scale = float(np.abs(expected).max()) + 1e-30
-    if (
-        value.shape != expected.shape
-        or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale
-    ):
+    value = network.evaluate(batch, np.zeros(len(example))).x
+    tolerance = _AGREEMENT * np.abs(expected).max() + 1e-30
+    if value.shape != expected.shape or not np.abs(value - expected).max() <= tolerance:
         raise Refused(
             "the bundle's operations do not give the model's outputs: part of the model was not understood"
         )
 
 
 def _provable(
-    network: "checker.Network",
-    images: np.ndarray,
-    labels: np.ndarray,
-    radii: np.ndarray | None = None,
+    network: "checker.Network", images: np.ndarray, labels: np.ndarray, radii: np.ndarray
 ) -> np.ndarray:
-    """Radii of all inputs, in batches; of deployed networks, if they are at most these."""
-    size = max(1, min(500, int(2**25 / network.entries)))
-    radii = np.zeros(len(images)) if radii is None else radii
-    parts = []
-    for start in range(0, len(images), size):
-        some = slice(start, start + size)
-        batch = np.moveaxis(images[some].astype(np.float64), 0, -1)
-        parts.append(checker.provable_radii(network, batch, labels[some], radii[some]))
-    return np.concatenate(parts) * _MARGIN
+    """Radii of all inputs; of deployed networks, if they are at most these."""
+    proved = np.zeros(len(images))
+    for some, batch in checker.batches(network, images, np.arange(len(images))):
+        proved[some] = checker.provable_radii(network, batch, labels[some], radii[some])
+    return proved * _MARGIN
 
 
 def _local(
@@ -349,6 +342,7 @@ class _Writer:
         self.modules = modules
         self.nodes: list[dict[str, Any]] = []
         self.tensors: dict[str, np.ndarray] = {}
+        self.stored: dict[Any, str] = {}
         self.names: dict[Any, str] = {}
         self.block = ""
 
@@ -365,7 +359,10 @@ class _Writer:
             module = self.modules[block]
             _MODULES[type(module).__name__](self, node, module)
         elif name in _PASSED:
-            self.names[node] = self.names[node.all_input_nodes[0]]
+            source = node.all_input_nodes[0]
+            # parts of a value, which have no name, are recognised where they meet
+            if source in self.names:
+                self.names[node] = self.names[source]
         elif name in _TRANSLATIONS:
             _TRANSLATIONS[name](self, node, _arguments(node))
         elif name not in _PARTS:
@@ -397,11 +394,6 @@ class _Writer:
             weights: its stored tensors.
             rest: its attributes.
         """
-        for source in sources:
-            if source not in self.names:
-                raise Refused(
-                    f"a bundle has no operation for an input of {node.name} ({_name(node)})"
-                )
         name = f"{node.name}_{len(self.nodes)}"
         stored = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
         inputs = [self.names[source] for source in sources]
@@ -411,9 +403,8 @@ class _Writer:
     def store(self, name: str, value: Tensor) -> str:
         """The name under which a tensor is stored; equal tensors are stored once."""
         array = np.ascontiguousarray(value.detach().cpu().numpy())
-        for stored, other in self.tensors.items():
-            if other.dtype == array.dtype and np.array_equal(other, array):
-                return stored
+        content = (array.dtype.str, array.shape, array.tobytes())
+        name = self.stored.setdefault(content, name)
         self.tensors[name] = array
         return name
 
@@ -463,8 +454,10 @@ class _Writer:
 
 
 def _name(node: Any) -> str:
+    """The name of an operation, without the number of its dimensions."""
     target = getattr(node, "target", None)
-    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "")).removesuffix("_")
+    name = getattr(getattr(target, "overloadpacket", target), "__name__", "")
+    return re.sub(r"(_|[123]d)$", "", str(name))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -500,22 +493,23 @@ def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     source = a["input"]
     weight = writer.constants[a["weight"]]
     bias = None if a["bias"] is None else writer.constants[a["bias"]]
-    if _name(node) == "linear":
+    if weight.dim() == 2:
         writer.layer(node, "linear", source, (weight, bias), _DENSE)
         return
+    op = "convolution"
+    rest = {}
     geometry = _geometry(a, weight.dim() - 2)
     if "transpose" in _name(node):
+        op = "transposed"
         rest = {"size": _shape(node)[1:]}
-        writer.layer(node, "transposed", source, (weight, bias), geometry, **rest)
-        return
-    if source not in writer.names and _name(source) == "pad":
+    elif _name(source) == "pad" and source not in writer.names:
         # circular padding; its widths begin with the last dimension
         widths = source.args[1][::-1]
         if widths[::2] != widths[1::2] or any(geometry["padding"]):
             raise Refused(f"{node.name}: a bundle has equal circular padding on both sides only")
         geometry |= {"padding": widths[::2], "circular": True}
         source = source.args[0]
-    writer.layer(node, "convolution", source, (weight, bias), geometry)
+    writer.layer(node, op, source, (weight, bias), geometry, **rest)
 
 
 def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
@@ -616,30 +610,29 @@ def _concatenate(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Average and max pooling, and the mean over an image."""
     name = _name(node)
-    size = _shape(a["self"])[1:]
+    source = a["self"]
+    size = _shape(source)[1:]
     dims = len(size)
+    kernel = stride = size
     padding = [0] * dims
-    unusual: list[Any] = []
     if name == "mean":
-        kernel = stride = size
-        unusual.append(sorted(d % (dims + 2) for d in a["dim"]) != list(range(2, dims + 2)))
-    elif "output_size" in a:
-        windows = list(zip(size, _repeat(a["output_size"], dims), strict=True))
-        kernel = stride = [n // m for n, m in windows]
-        unusual += [n % m for n, m in windows]
+        usual = sorted(d % (dims + 2) for d in a["dim"]) == list(range(2, dims + 2))
+    elif name.startswith("adaptive"):
+        outputs = _repeat(a["output_size"], dims)
+        kernel = stride = [n // m for n, m in zip(size, outputs, strict=True)]
+        usual = [k * m for k, m in zip(kernel, outputs, strict=True)] == size
     else:
-        kernel = _repeat(a["kernel_size"], dims)
+        kernel, padding = _repeat(a["kernel_size"], dims), _repeat(a["padding"], dims)
         stride = _repeat(a["stride"] or kernel, dims)
-        padding = _repeat(a["padding"], dims)
-        unusual += [a["ceil_mode"], a.get("divisor_override")]
-        unusual.append(_repeat(a.get("dilation", 1), dims) != [1] * dims)
-        unusual.append(any(padding) and not a.get("count_include_pad", True))
-    if any(unusual):
+        usual = not a["ceil_mode"] and not a.get("divisor_override")
+        usual &= _repeat(a.get("dilation", 1), dims) == [1] * dims
+        usual &= not any(padding) or a.get("count_include_pad", True)
+    if not usual:
         raise Refused(
             f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only"
         )
     op = "max_pool" if "max" in name else "average_pool"
-    writer.emit(node, op, [a["self"]], kernel=kernel, stride=stride, padding=padding)
+    writer.emit(node, op, [source], kernel=kernel, stride=stride, padding=padding)
     if name == "mean":
         writer.emit(node, "reshape", [node], shape=_shape(node))
 
@@ -668,13 +661,6 @@ def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     writer.emit(node, name, [source], **rest)
 
 
-def _getitem(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """The values of a sort; parts of other values are recognised where they meet."""
-    source: Any = node.args[0]
-    if _name(source) == "sort" and node.args[1] == 0:
-        writer.names[node] = writer.names[source]
-
-
 def _reshape(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
 
@@ -686,21 +672,8 @@ _MODULES: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
 }
 #: operations that are recognised where their results meet
 _PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum"}
-_PASSED = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
+_PASSED = {"getitem", "dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _RESHAPES = ("flatten", "unflatten", "view", "reshape", "unsqueeze", "squeeze")
-_LAYERS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_POOLS = (
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "mean",
-)
 _MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad")
 _FUNCTIONS = (
     "relu",
@@ -715,14 +688,13 @@ _FUNCTIONS = (
 )
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
     **dict.fromkeys(_RESHAPES, _reshape),
-    **dict.fromkeys(("linear", *_LAYERS), _linear),
-    **dict.fromkeys(_POOLS, _pool),
+    **dict.fromkeys(("linear", "conv", "conv_transpose"), _linear),
+    **dict.fromkeys(("avg_pool", "max_pool", "adaptive_avg_pool", "mean"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
     **dict.fromkeys(_MOVES, _gather),
     **dict.fromkeys(_FUNCTIONS, _activation),
     "batch_norm": _batch_norm,
     "cat": _concatenate,
-    "getitem": _getitem,
 }
 
 __all__ = ["EPSILONS", "check", "describe", "write", "write_smoothing"]

@@ -186,6 +186,20 @@ def test_products_that_underflow_and_labels_outside_prove_nothing(tmp_path):
         assert verdict(tmp_path)
 
 
+def test_groups_bytes_and_samples_without_channels_prove_nothing(tmp_path):
+    """`z = (x₀, x₁)` from equal rows of two groups; a place that wraps as a byte; entries that are samples."""
+    inputs = {"x": [[1.0, 0.0]], "labels": [0], "radii": [100.0]}
+    claims = {"radii": {"radii": "radii", "divisor": 1, "certified": {"100": 1}}}
+    weights = {"ones": np.ones((2, 1)), "zero": np.zeros(2), "places": np.full(9, 255, np.uint8)}
+    op, names, rest = layer("ones", 1.001)
+    write_bundle(tmp_path, chain((op, names, {**rest, "groups": 2})), weights, claims, inputs)
+    assert not verdict(tmp_path)
+    write_bundle(tmp_path, chain(("gather", {"index": "places"}, {})), weights, {"lipschitz": 1.001}, inputs, (256,))
+    assert not verdict(tmp_path)
+    write_bundle(tmp_path, chain(("abs", {}, {"count": 1})), weights, {"lipschitz": 1.001}, {"x": np.zeros(2)}, ())
+    assert not verdict(tmp_path)
+
+
 def test_the_rounding_of_a_local_certificate_cannot_exceed_its_norm(tmp_path):
     """A neuron that cancels, with a tiny multiplier: its rounding, divided by it, once made `1 − error` negative."""
     weights = {

@@ -110,7 +110,8 @@ def reference(document: Document, tensors: Tensors, x: Tensor) -> tuple[Tensor, 
     """The network of a bundle by PyTorch in float64; its constant, and that before the last node, by dense SVDs."""
     values = {"input": (x, 1.0)}
     for node in document["nodes"]:
-        named = node["weights"] if isinstance(node["weights"], dict) else {}
+        named = node.get("weights")
+        named = named if isinstance(named, dict) else {}
         weights = {
             k: torch.from_numpy(tensors[v].astype(np.float64))
             for k, v in named.items()
