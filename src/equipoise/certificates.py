@@ -227,8 +227,8 @@ def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, byte
     for name, content in files.items():
         digests[name] = hashlib.sha256(content).hexdigest()
         atomic_write(folder / name, content)
-    content = {"version": "equipoise-bundle 1", **document, "digests": digests}
-    text = json.dumps(content, indent=1, allow_nan=False)
+    full = {"version": "equipoise-bundle 1", **document, "digests": digests}
+    text = json.dumps(full, indent=1, allow_nan=False)
     atomic_write(folder / "certificate.json", text + "\n")
 
 

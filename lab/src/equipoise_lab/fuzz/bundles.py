@@ -233,7 +233,7 @@ def is_true(folder: Path) -> bool:
             pair = 2**0.5 * constant
             if last["op"] == "linear":
                 weight = tensors[last["weights"]["weight"]].astype(np.float64)
-                pair = np.linalg.norm(weight[label] - weight[rival]) * trunk
+                pair = float(np.linalg.norm(weight[label] - weight[rival])) * trunk
             if rival != label and not float(z[label] - z[rival]) >= radius * pair * (1 - 1e-9):
                 return False
     counts = claim["certified"].items()
@@ -252,7 +252,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 def _edit(value: Any, rng: random.Random) -> Any:
     """Another value in the place of one."""
-    strange = [
+    strange: list[Any] = [
         None,
         True,
         "x",
