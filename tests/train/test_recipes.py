@@ -317,3 +317,25 @@ def test_a_recipe_without_a_test_split_trains(small, tmp_path):
     result = run_recipe(small("epochs=1", "data.test=null", "data.limit=64"), tmp_path / "run")
     assert "accuracy" not in result.final
     assert (tmp_path / "run" / "certificate.json").exists()
+
+
+def test_every_epoch_draws_other_extra_examples_in_the_ratio_asked_for(tmp_path, small):
+    x = np.full((40, 8, 8), 255, np.uint8)
+    np.savez(tmp_path / "white.npz", x_train=x, y_train=np.arange(40) % 10)
+    extra = {"extra": str(tmp_path / "white.npz"), "extra_ratio": 0.5}
+    parts = build_data(small(data={"path": "digits", "limit": 60, **extra}).data)
+    plain = build_data(small(data={"path": "digits", "limit": 60}).data)
+    assert len(parts.train) == 90
+    assert parts.fingerprint() != plain.fingerprint()
+    drawn = []
+    for epoch in range(2):
+        order = parts.train.order(0, epoch)
+        x, y = parts.train.batch(order)
+        white = (x == 1).flatten(1).all(1)
+        assert (int(white.sum()), len(x), len(y)) == (30, 90, 90)
+        assert sorted(order[order < 60].tolist()) == list(range(60))
+        drawn.append(order[order >= 60].tolist())
+    assert sorted(drawn[0]) != sorted(drawn[1])
+    np.savez(tmp_path / "wide.npz", x_train=np.zeros((40, 9, 9), np.uint8), y_train=np.arange(40) % 10)
+    with pytest.raises(InputError, match="one network cannot take both"):
+        build_data(small(data={"path": "digits", "extra": str(tmp_path / "wide.npz")}).data)

@@ -1,5 +1,6 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,11 +11,21 @@ from equipoise_lab.experiments.runner import Outcome
 
 def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
     """What a folder of results holds for these experiments, with their settings as they are now; nothing is run."""
-    found = [(experiment, read(experiment, folder / experiment.id)) for experiment in experiments]
-    return [
-        Outcome(e, result, stored=True, failure="" if result else "no stored result")
-        for e, result in found
-    ]
+    outcomes = []
+    for experiment in experiments:
+        result = read(experiment, folder / experiment.id)
+        failure = "" if result else _begun(folder / experiment.id / "cells.jsonl")
+        outcomes.append(Outcome(experiment, result, stored=True, failure=failure))
+    return outcomes
+
+
+def _begun(cells: Path) -> str:
+    """How far a run without a result came."""
+    if not cells.exists():
+        return "no stored result"
+    lines = cells.read_text(encoding="utf-8").splitlines()
+    owner = json.loads(lines[0])
+    return f"begun at {owner['scale']} scale: {len(lines) - 1} parts are stored"
 
 
 INTRODUCTION = (
@@ -48,11 +59,9 @@ def summary(
     lines += [
         _line(result, verdict, f" {result.experiment.place} |") for result, verdict in published
     ]
-    lines += [
-        f"| {o.experiment.id} | {o.experiment.place} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |"
-        for o in missing
-    ]
-    if own:
+    lines += [_missing(o, f" {o.experiment.place} |") for o in missing if not o.experiment.own]
+    own_missing = [_missing(o) for o in missing if o.experiment.own]
+    if own or own_missing:
         lines += [
             "",
             "## Claims of our own",
@@ -61,7 +70,7 @@ def summary(
             "",
             *OWN_HEAD,
         ]
-        lines += [_line(result, verdict) for result, verdict in own]
+        lines += [*(_line(result, verdict) for result, verdict in own), *own_missing]
     chapter = ""
     for result in done:
         if result.experiment.chapter != chapter:
@@ -76,6 +85,12 @@ def _line(result: Result, verdict: Verdict, place: str = "") -> str:
     part = f", {verdict.part}" if verdict.part else ""
     shown = f"| [{name}](#{name}){part} |{place} **{verdict.label}** |"
     return f"{shown} {_cell(verdict.measured)} | {_cell(verdict.published)} |"
+
+
+def _missing(outcome: Outcome, place: str = "") -> str:
+    experiment = outcome.experiment
+    row = f"| {experiment.id} |{place} not run | {_cell(outcome.failure)} |"
+    return f"{row} {_cell(experiment.published)} |"
 
 
 def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:
