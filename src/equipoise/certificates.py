@@ -84,11 +84,6 @@ def write(
     parameter = next(model.parameters(), torch.zeros(()))
     example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
-    if deployed and any(tensor.dtype == np.float64 for tensor in weights.values()):
-        raise Refused(
-            "a network that is deployed in float32 has weights in float32, and no batch norms; fold them first"
-        )
-
     kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
@@ -104,12 +99,18 @@ def write(
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
     claims: dict[str, Any] = {"lipschitz": float(network.constant)}
-    claims[kind] = _claim("radii", tensors, divisor, epsilons)
+    levels = [float(epsilon) for epsilon in epsilons]
+
+    def claim(name: str) -> dict[str, Any]:
+        counts = {repr(level): int((tensors[name] >= level).sum()) for level in levels}
+        return {"radii": name, "divisor": divisor, "certified": counts}
+
+    claims[kind] = claim("radii")
     if not deployed and (wanted > proved).any():
         local = _local(network, inputs, labels, wanted, proved)
         if local is not None:
             tensors["local"], tensors["multipliers"] = local
-            claims["local"] = _claim("local", tensors, divisor, epsilons)
+            claims["local"] = claim("local")
     best = tensors.get("local", tensors["radii"])
     claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
     files = {
@@ -129,7 +130,6 @@ def write_smoothing(
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
-    radii: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Write a bundle that claims radii of randomized smoothing, with the votes from which they follow.
 
@@ -141,7 +141,6 @@ def write_smoothing(
         sigma: standard deviation of the noise.
         alpha: risk for each input.
         procedure: a row of `smoothing.PROCEDURES` that counts votes.
-        radii: claimed radii, at most those of the procedure; by default those.
 
     Returns:
         The claims, as they stand in `certificate.json`.
@@ -179,10 +178,7 @@ def write_smoothing(
                 q = min(1.0, (1 - p) * (1 + 1e-15))
             row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
-        radius = max(radius - 1e-7 * (radius + sigma), 0.0)
-        rows.append(
-            {**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))}
-        )
+        rows.append({**row, "radius": max(radius - 1e-7 * (radius + sigma), 0.0)})
     claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
     _save(folder, {"claims": claims}, {})
     return claims
@@ -210,13 +206,6 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
         raise Refused(
             f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})"
         ) from None
-
-
-def _claim(
-    name: str, tensors: Mapping[str, np.ndarray], divisor: int, epsilons: Iterable[float]
-) -> dict[str, Any]:
-    counts = {repr(float(epsilon)): int((tensors[name] >= epsilon).sum()) for epsilon in epsilons}
-    return {"radii": name, "divisor": divisor, "certified": counts}
 
 
 def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, bytes]) -> None:
@@ -277,17 +266,14 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            ball = check_dense.Ball(layers, image, radius)
             try:
+                ball = check_dense.Ball(layers, image, radius)
                 margins = ball.open_margins(labels[index])
                 if len(margins):
                     C, D, slack, switching = ball.maps(margins)
-                    counts = tuple(
-                        int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1])
-                    )
-                    maps = Reduced(
-                        torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts
-                    )
+                    parts = np.split(switching, np.cumsum(neurons)[:-1])
+                    counts = tuple(int(part.sum()) for part in parts)
+                    maps = Reduced(*map(torch.from_numpy, (C, D, slack)), counts)
                     solution = best_multipliers(maps, enough=0.999 / radius)
                     if solution is None:
                         continue
@@ -476,15 +462,9 @@ def _shape(node: fx.Node) -> list[int]:
     return [int(n) for n in node.meta["val"].shape[1:]]
 
 
-def _repeat(value: Any, dims: int) -> list[int]:
-    """A number for each dimension of an image."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * dims if len(values) == 1 else values
-
-
-def _geometry(attributes: _Arguments, dims: int) -> dict[str, Any]:
+def _geometry(attributes: _Arguments) -> dict[str, Any]:
     """Stride, padding, dilation and groups of a convolution."""
-    lists = {key: _repeat(attributes[key], dims) for key in ("stride", "padding", "dilation")}
+    lists = {key: list(attributes[key]) for key in ("stride", "padding", "dilation")}
     return {**lists, "groups": attributes["groups"], "circular": False}
 
 
@@ -498,7 +478,7 @@ def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         return
     op = "convolution"
     rest = {}
-    geometry = _geometry(a, weight.dim() - 2)
+    geometry = _geometry(a)
     if "transpose" in _name(node):
         op = "transposed"
         rest = {"size": _shape(node)[1:]}
@@ -520,8 +500,7 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     sources = [source for source in node.all_input_nodes if source in writer.names]
     if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros or not sources:
         raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
-    dims = inner.weight.dim() - 2
-    geometry = _geometry(vars(inner), dims) if dims else _DENSE
+    geometry = _geometry(vars(inner)) if inner.weight.dim() > 2 else _DENSE
     parameters = inner.weight, offset if offset.numel() else None
     writer.layer(node, "residual", sources[0], parameters, geometry, h=2.0)
 
@@ -601,7 +580,7 @@ def _concatenate(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         raise Refused(f"{node.name}: of parts of a value, a bundle has MaxMin and β-abs only")
     if ordered:
         writer.emit(node, "reshape", [source], shape=[2, shape[0] // 2, *shape[1:]])
-        writer.emit(node, "sort", [node], axis=0, descending=True)
+        writer.emit(node, "sort", [node], dim=1, descending=True)
         writer.emit(node, "reshape", [node], shape=shape)
     else:
         writer.emit(node, "abs", [source], count=_shape(parts[0])[0])
@@ -618,14 +597,15 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if name == "mean":
         usual = sorted(d % (dims + 2) for d in a["dim"]) == list(range(2, dims + 2))
     elif name.startswith("adaptive"):
-        outputs = _repeat(a["output_size"], dims)
+        outputs = a["output_size"]
         kernel = stride = [n // m for n, m in zip(size, outputs, strict=True)]
         usual = [k * m for k, m in zip(kernel, outputs, strict=True)] == size
     else:
-        kernel, padding = _repeat(a["kernel_size"], dims), _repeat(a["padding"], dims)
-        stride = _repeat(a["stride"] or kernel, dims)
+        kernel = a["kernel_size"]
+        padding = a["padding"]
+        stride = a["stride"] or kernel
         usual = not a["ceil_mode"] and not a.get("divisor_override")
-        usual &= _repeat(a.get("dilation", 1), dims) == [1] * dims
+        usual &= set(a.get("dilation", [1])) == {1}
         usual &= not any(padding) or a.get("count_include_pad", True)
     if not usual:
         raise Refused(
@@ -638,27 +618,15 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 
 
 def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """Functions of one number, and sorting."""
-    source = a["self"]
-    name = _name(node)
-    rest: dict[str, Any] = {}
-    if name == "abs":
-        if source not in writer.names:
-            # a part of an activation
-            return
-        rest = {"count": _shape(node)[0]}
-    elif name == "leaky_relu":
-        rest = {"slope": float(np.float32(a["negative_slope"]))}
-    elif name in ("clamp", "hardtanh"):
-        low, high = (a.get(end, a.get(f"{end}_val")) for end in ("min", "max"))
-        name = "clamp"
-        rest = {"low": -1e99 if low is None else low, "high": 1e99 if high is None else high}
-    elif name == "softplus":
-        rest = {"beta": a["beta"]}
-    elif name == "sort":
-        axis = a["dim"] % source.meta["val"].dim() - 1
-        rest = {"axis": axis, "descending": a["descending"]}
-    writer.emit(node, name, [source], **rest)
+    """Functions of one number, and sorting, with PyTorch's arguments."""
+    name = _name(node).replace("hardtanh", "clamp")
+    if name == "abs" and a["self"] not in writer.names:
+        # a part of an activation
+        return
+    ends = {"min": -1e99, "max": 1e99}
+    given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
+    rest = {key: ends[key] if value is None else value for key, value in given.items()}
+    writer.emit(node, name, [a["self"]], **rest)
 
 
 def _reshape(writer: _Writer, node: fx.Node, a: _Arguments) -> None:

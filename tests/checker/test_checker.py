@@ -136,9 +136,9 @@ def test_norms_are_proved_to_the_last_digits(change):
     for s in (1 + change, -2.0, float("nan")):
         with pytest.raises(checker.Rejected):
             checker.check_matrix(weight, s)
-    check_dense.check_norm(np.diag([1.0, 0.5, 0.25]), 1 + 2.0**-20)
+    check_dense.check_norm(np.diag([1.0, 0.5, 0.25]), 2**1074, 1 + 2.0**-20)
     with pytest.raises(checker.Rejected):
-        check_dense.check_norm(np.diag([1.0, 0.5, 0.25]), 1 - 2.0**-52)
+        check_dense.check_norm(np.diag([1.0, 0.5, 0.25]), 2**1074, 1 - 2.0**-52)
 
 
 # --- hostile bundles ---------------------------------------------------------------------------------------------------

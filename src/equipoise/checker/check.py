@@ -289,8 +289,8 @@ def add(network, node, *parts):
 
 
 def absolute(network, node, x):
-    """Absolute values of the first channels."""
-    count = integer(node["count"])
+    """Absolute values of the first channels, or of all."""
+    count = integer(node.get("count", len(x)))
     return Step(np.concatenate([np.abs(x[:count]), x[count:]]), 1.0)
 
 

@@ -22,39 +22,9 @@ from fractions import Fraction
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import (
-        CLAIMS,
-        TINY,
-        Network,
-        Rejected,
-        U,
-        check_lipschitz,
-        check_matrix,
-        gamma,
-        integer,
-        norm,
-        read_bundle,
-        read_inputs,
-        require,
-        run,
-    )
+    from equipoise.checker.check import *
 else:
-    from check import (
-        CLAIMS,
-        TINY,
-        Network,
-        Rejected,
-        U,
-        check_lipschitz,
-        check_matrix,
-        gamma,
-        integer,
-        norm,
-        read_bundle,
-        read_inputs,
-        require,
-        run,
-    )
+    from check import *
 
 #: covers the rounding of sums of up to a million positive numbers
 WIDER = 1 + 1e-9
@@ -252,16 +222,13 @@ CLAIMS["local"] = check_local
 # --- exact ---
 
 
-def integers_of(array):
-    """Integers n and an exponent e with `array = n/2^e`, exactly."""
-    mantissa, exponent = np.frexp(np.asarray(array, dtype=np.float64))
-    whole = (mantissa * 2.0**53).astype(np.int64).astype(object)
-    exponent = np.where(whole == 0, 0, exponent.astype(object) - 53)
-    lowest = min(0, int(exponent.min()))
-    return whole * 2 ** (exponent - lowest), -lowest
+def integers_of(array, unit):
+    """The entries times the unit, as integers: exact, since the unit is a large power of two."""
+    entries = [int(Fraction(entry) * unit) for entry in array.ravel().tolist()]
+    return np.array(entries, object).reshape(array.shape)
 
 
-def check_norm(weight, s):
+def check_norm(weight, unit, s):
     """Prove `‖W‖ ≤ s`: `s²I − WWᵀ − LLᵀ` is diagonally dominant, so `WWᵀ ⪯ s²I`; L is a rounded Cholesky factor."""
     if weight.shape[0] > weight.shape[1]:
         weight = weight.T
@@ -271,64 +238,61 @@ def check_norm(weight, s):
         factor = np.linalg.cholesky(np.eye(n) * (s * s * (1 - 2.0**-30)) - weight @ weight.T)
     except np.linalg.LinAlgError:
         raise Rejected(reason) from None
-    whole, e = integers_of(weight)
-    unit = 2 ** max(0, BITS - int(np.ceil(np.log2(s))))
-    witness = np.rint(factor * unit).astype(np.int64).astype(object)
 
-    # everything times the common denominator of s², W and L
-    square = Fraction(s) ** 2
-    rest = -whole.dot(whole.T) * (square.denominator * unit**2) - witness.dot(witness.T) * (
-        square.denominator * 4**e
-    )
-    rest[np.diag_indices(n)] += square.numerator * unit**2 * 4**e
+    # W, L and s times a common denominator
+    step = 2 ** max(0, BITS - int(np.ceil(np.log2(s))))
+    whole = integers_of(weight, unit) * step
+    witness = np.rint(factor * step).astype(np.int64).astype(object) * unit
+    square = (Fraction(s) * unit * step) ** 2
+    rest = (whole.dot(whole.T) + witness.dot(witness.T)) * -square.denominator
+    rest[np.diag_indices(n)] += square.numerator
+
     diagonal = rest.diagonal()
     others = np.abs(rest).sum(axis=1) - np.abs(diagonal)
     require((diagonal >= others).all(), reason)
 
 
-def logits(layers, x, divisor):
-    """Integers n and a denominator d: the logits are `n/d`."""
-    value, e = integers_of(x.ravel())
-    denominator = 2**e * divisor
-    for index, (weight, power, bias, bias_power) in enumerate(layers):
-        if index:
-            value = np.maximum(value, 0)
-        value = weight.dot(value) * 2**bias_power + bias * (denominator * 2**power)
-        denominator *= 2 ** (power + bias_power)
-    return value, denominator
-
-
 def check_exact(folder):
     """Check every claim of a bundle; returns the claims that were proved, in words."""
     document, files = read_bundle(folder)
-    network = Network(document, files["weights.safetensors"])
+    tensors = files["weights.safetensors"]
+    inputs = files["inputs.safetensors"]
     claims = document["claims"]
-    require(
-        set(claims) == {"lipschitz", "radii"},
-        "exact checks are for bundles with a constant and radii",
-    )
+    require(set(claims) == {"lipschitz", "radii"}, "exact are a constant and radii only")
+    network = Network(document, tensors)
+    double = any(tensor.dtype == np.float64 for tensor in [inputs["x"], *tensors.values()])
+    unit = 2 ** (1074 if double else 149)
+
     layers = []
     constant = Fraction(1)
-    norms = [node["upper"] for node in network.nodes if node["op"] == "linear"]
+    norms = [float(node["upper"]) for node in network.nodes if node["op"] == "linear"]
     for (weight, bias), s in zip(dense_layers(network), norms):
-        check_norm(weight, float(s))
+        check_norm(weight, unit, s)
         trunk = constant
-        constant *= Fraction(float(s))
-        layers.append((*integers_of(weight), *integers_of(bias)))
-    proved = check_lipschitz(network, None, claims["lipschitz"])
+        constant *= Fraction(s)
+        layers.append((integers_of(weight, unit), integers_of(bias, unit)))
+    proved = check_lipschitz(network, inputs, claims["lipschitz"])
     require(constant <= claims["lipschitz"], "the Lipschitz constant is not proved")
 
-    x, labels, radii, sentences = read_inputs(network, files["inputs.safetensors"], claims["radii"])
+    x, labels, radii, sentences = read_inputs(network, inputs, claims["radii"])
     divisor = integer(claims["radii"]["divisor"])
-    rows, e = layers[-1][:2]
+    rows = layers[-1][0]
     require(((labels >= 0) & (labels < len(rows))).all(), "a label is not one of the classes")
     for index in np.flatnonzero(radii):
-        value, denominator = logits(layers, x[index], divisor)
+        # the values are integers over a denominator
+        value = integers_of(x[index].ravel(), unit)
+        denominator = unit * divisor
+        for k, (weight, bias) in enumerate(layers):
+            if k:
+                value = np.maximum(value, 0)
+            value = weight.dot(value) + bias * denominator
+            denominator *= unit
+
         label = labels[index]
-        scaled = (Fraction(radii[index]) * trunk) ** 2 / 4**e
+        distance = Fraction(radii[index]) * trunk / unit
         for rival in range(len(rows)):
             margin = Fraction(value[label] - value[rival], denominator)
-            square = scaled * sum((rows[label] - rows[rival]) ** 2)
+            square = distance**2 * sum((rows[label] - rows[rival]) ** 2)
             enough = rival == label or (margin > 0 and margin**2 > square)
             require(enough, f"input {index}: the radius {radii[index]} is not proved")
     return [f"{sentence}, exactly" for sentence in [*proved, *sentences]]

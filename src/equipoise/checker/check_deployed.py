@@ -13,9 +13,9 @@ some units in the last place.
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import CLAIMS, SLACK, Network, check_radii, gamma, norm, require
+    from equipoise.checker.check import *
 else:
-    from check import CLAIMS, SLACK, Network, check_radii, gamma, norm, require
+    from check import *
 
 FLOAT32 = 2.0**-24
 

@@ -8,29 +8,9 @@ import math
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import (
-        OPERATIONS,
-        SLACK,
-        Layer,
-        Step,
-        integer,
-        integers,
-        norm,
-        number,
-        require,
-    )
+    from equipoise.checker.check import *
 else:
-    from check import (
-        OPERATIONS,
-        SLACK,
-        Layer,
-        Step,
-        integer,
-        integers,
-        norm,
-        number,
-        require,
-    )
+    from check import *
 
 
 # --- linear layers -----------------------------------------------------------------------------------------------------
@@ -121,7 +101,7 @@ def concatenate(network, node, *parts):
 
 def leaky_relu(network, node, x):
     """Negative numbers are multiplied by a slope."""
-    slope = number(node["slope"], -1e100)
+    slope = number(node["negative_slope"], -1e100)
     y = np.where(x > 0, x, slope * x)
     factor = max(1.0, abs(slope))
     return Step(y, factor, 2, norm(y), factor)
@@ -129,9 +109,8 @@ def leaky_relu(network, node, x):
 
 def clamp(network, node, x):
     """Numbers outside of an interval become its ends."""
-    low, high = [number(node[end], -1e100) for end in ("low", "high")]
-    require(low <= high, "an empty interval")
-    y = np.clip(x, low, high)
+    low = number(node["min"], -1e100)
+    y = np.clip(x, low, number(node["max"], low))
     return Step(y, 1.0, 2, norm(y), 1.0)
 
 
@@ -150,8 +129,8 @@ def smooth(network, node, x):
 
 
 def sort(network, node, x):
-    """Entries are sorted along an axis: a reordering, and no distance grows."""
-    axis = integer(node["axis"], 0, x.ndim - 2)
+    """Entries are sorted along a dimension, counted from the batch: no distance grows."""
+    axis = integer(node["dim"], 1, x.ndim - 1) - 1
     y = np.sort(x, axis)
     return Step(np.flip(y, axis) if node["descending"] else y, 1.0)
 

@@ -18,9 +18,9 @@ from functools import lru_cache
 from statistics import NormalDist
 
 if __package__:
-    from equipoise.checker.check import CLAIMS, integer, number, require
+    from equipoise.checker.check import *
 else:
-    from check import CLAIMS, integer, number, require
+    from check import *
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
 

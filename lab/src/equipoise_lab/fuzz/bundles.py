@@ -195,15 +195,17 @@ def _other(op: str, a: Document, weights: Mapping[str, Tensor], x: Tensor) -> tu
         v = v.reshape(2, 1, -1, *[1] * (x.dim() - 2))
         return torch.cat(list(z - 2 * (z * v).sum(0).clamp(max=0) * v), 1), 1.0
     if op == "sort":
-        return x.sort(a["axis"] + 1, descending=bool(a["descending"])).values, 1.0
+        return x.sort(a["dim"], descending=bool(a["descending"])).values, 1.0
     if op == "abs":
-        return torch.cat([x[:, : a["count"]].abs(), x[:, a["count"] :]], 1), 1.0
+        return torch.cat(
+            [x[:, : a.get("count", x.shape[1])].abs(), x[:, a.get("count", x.shape[1]) :]], 1
+        ), 1.0
     if op == "leaky_relu":
-        return torch.where(x > 0, x, a["slope"] * x), max(1.0, abs(a["slope"]))
+        return torch.where(x > 0, x, a["negative_slope"] * x), max(1.0, abs(a["negative_slope"]))
     functions = {
         "relu": lambda: x.relu(),
         "reshape": lambda: x.reshape(len(x), *a["shape"]),
-        "clamp": lambda: x.clamp(a["low"], a["high"]),
+        "clamp": lambda: x.clamp(a["min"], a["max"]),
         "tanh": lambda: x.tanh(),
         "sigmoid": lambda: x.sigmoid(),
         "softplus": lambda: functional.softplus(x, a["beta"], 1e9),
