@@ -5,7 +5,7 @@ composed before their norm is taken. The second is the minimum of both, so it ne
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,9 +58,21 @@ class Propagation:
 
 
 def propagate(
-    program: Program, ball: float | None = None, rtol: float = 1e-3, cache: Cache | None = None
+    program: Program,
+    ball: float | None = None,
+    rtol: float = 1e-3,
+    cache: Cache | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Propagation:
-    """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that."""
+    """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that.
+
+    Args:
+        program: what `capture` returned.
+        ball: the largest ℓ2 norm of an input.
+        rtol: relative gap asked of every operator norm.
+        cache: brackets of weights seen before.
+        progress: called with (done, total) before every node.
+    """
     cache = Cache(rtol) if cache is None else cache
     facts: dict[fx.Node, Facts] = {}
     steps: dict[fx.Node, Step] = {}
@@ -79,7 +91,9 @@ def propagate(
         n for region in program.regions if math.isfinite(region.bound) for n in region.members
     }
     with torch.no_grad(), full_precision():
-        for node in program.nodes:
+        for done, node in enumerate(program.nodes):
+            if progress is not None:
+                progress(done, len(program.nodes))
             call = run.call(node, cache)
             try:
                 refuse_nonfinite(call)

@@ -1,12 +1,19 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from equipoise_lab.experiments.experiment import Experiment, Label, Verdict, flattened
+from equipoise_lab.experiments.experiment import (
+    NEEDS_GPU,
+    Context,
+    Experiment,
+    Label,
+    Verdict,
+    flattened,
+)
 from equipoise_lab.experiments.results import Result, read
-from equipoise_lab.experiments.runner import Outcome
+from equipoise_lab.experiments.runner import Outcome, find
 
 
 def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
@@ -78,6 +85,22 @@ def summary(
             lines += ["", f"## {chapter}"]
         lines += ["", *_section(result, folder)]
     return "\n".join(lines) + "\n"
+
+
+#: experiments whose claims about speed need a GPU
+SPEEDS = ("conv-kernel", "conv-channels", "conv-input", "dense-error-time")
+
+
+def speed_rows(device: str, names: Sequence[str] = SPEEDS) -> Iterator[str]:
+    """The claims about speed measured on a device, as rows of the table of verdicts; every contestant waits for its result."""
+    yield from HEAD
+    for name in names:
+        experiment = find(name)
+        rows = list(experiment.run(experiment.laptop, Context(device=device)))
+        (speed,) = [verdict for verdict in experiment.verdicts(rows) if verdict.part == "speed"]
+        measured = speed.measured.replace(NEEDS_GPU, f"on {device}")
+        cells = (name, experiment.place, "", _cell(measured), _cell(speed.published))
+        yield f"| {' | '.join(cells)} |"
 
 
 def _line(result: Result, verdict: Verdict, place: str = "") -> str:
