@@ -33,8 +33,6 @@ from equipoise.smoothing.procedures import find_procedure
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
-#: a norm is claimed as its lower bound times the first of these factors with which the checker's own proof succeeds
-_GROWTH = (1 + 1e-6, 1 + 1e-5, 1 + 1e-4, 1.001, 1.01, 1.1)
 #: a local radius is lowered by these factors until the checker's own proof succeeds
 _SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
@@ -273,7 +271,8 @@ def _local(
                     C, D, slack, switching = ball.maps(margins)
                     parts = np.split(switching, np.cumsum(neurons)[:-1])
                     counts = tuple(int(part.sum()) for part in parts)
-                    maps = Reduced(*map(torch.from_numpy, (C, D, slack)), counts)
+                    tensors = [torch.from_numpy(part) for part in (C, D, slack)]
+                    maps = Reduced(tensors[0], tensors[1], tensors[2], counts)
                     solution = best_multipliers(maps, enough=0.999 / radius)
                     if solution is None:
                         continue
@@ -427,14 +426,16 @@ class _Writer:
             bias = weight.new_zeros(_shape(node)[0] if op == "transposed" else len(weight))
         weights = {"weight": weight, "bias": bias.reshape(-1, *[1] * len(taps))}
 
-        lower = max(1e-30, float(spectral_norm(operator, rtol=1e-5).lower))
+        lower = max(1e-30, float(spectral_norm(operator, rtol=1e-4).lower))
         layer = checker.Layer(_double(weight), geometry, rest.get("size", _shape(source)[1:]))
-        for growth in _GROWTH:
+        # the smallest bound that the checker's own proof gives, up to a factor of 2 of its distance to the norm
+        for power in range(28):
+            upper = lower * (1 + 1e-9 * 2**power)
             try:
-                layer.check(lower * growth)
+                layer.check(upper)
             except checker.Rejected:
                 continue
-            self.emit(node, op, [source], weights, upper=lower * growth, **geometry, **rest)
+            self.emit(node, op, [source], weights, upper=upper, **geometry, **rest)
             return
         raise Refused(f"{node.name}: the checker does not prove the norm {lower:g}")
 
@@ -601,11 +602,11 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         kernel = stride = [n // m for n, m in zip(size, outputs, strict=True)]
         usual = [k * m for k, m in zip(kernel, outputs, strict=True)] == size
     else:
-        kernel = a["kernel_size"]
-        padding = a["padding"]
-        stride = a["stride"] or kernel
+        kernel = list(a["kernel_size"])
+        padding = np.broadcast_to(a["padding"], dims).tolist()
+        stride = list(a["stride"] or kernel)
         usual = not a["ceil_mode"] and not a.get("divisor_override")
-        usual &= set(a.get("dilation", [1])) == {1}
+        usual &= bool(np.all(np.equal(a.get("dilation", 1), 1)))
         usual &= not any(padding) or a.get("count_include_pad", True)
     if not usual:
         raise Refused(
@@ -625,7 +626,7 @@ def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         return
     ends = {"min": -1e99, "max": 1e99}
     given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
-    rest = {key: ends[key] if value is None else value for key, value in given.items()}
+    rest: Any = {key: ends[key] if value is None else value for key, value in given.items()}
     writer.emit(node, name, [a["self"]], **rest)
 
 

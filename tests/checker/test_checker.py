@@ -532,7 +532,8 @@ def test_prove_writes_a_bundle_that_claims_the_radii_of_the_run(equipoise, tmp_p
     claimed = read_tensors((tmp_path / "bundle" / "inputs.safetensors").read_bytes())["radii"]
     results = eq.runs.open_run(tmp_path / "run").results()
     right = np.asarray(results.answer) == np.asarray(results.labels)
-    np.testing.assert_allclose(claimed, np.where(right, results.radius, 0), rtol=1e-6)
+    # norms on tiny images are proved on circles, which are a little larger
+    np.testing.assert_allclose(claimed, np.where(right, results.radius, 0), rtol=1e-4)
 
 
 def test_certify_writes_a_bundle_of_votes_that_is_accepted(equipoise, tmp_path):
