@@ -310,7 +310,16 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
             raise Refused(
                 f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}"
             ) from error
-    return {"input_shape": list(example.shape[1:]), "nodes": writer.nodes}, writer.tensors
+
+    # without operations that became parts of others
+    nodes: list[dict[str, Any]] = []
+    used = {writer.nodes[-1]["name"]}
+    for row in reversed(writer.nodes):
+        if row["name"] in used:
+            used.update(row["inputs"], row["weights"].values())
+            nodes.insert(0, row)
+    tensors = {name: value for name, value in writer.tensors.items() if name in used}
+    return {"input_shape": list(example.shape[1:]), "nodes": nodes}, tensors
 
 
 _Arguments = Mapping[str, Any]
@@ -483,7 +492,7 @@ def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if "transpose" in _name(node):
         op = "transposed"
         rest = {"size": _shape(node)[1:]}
-    elif _name(source) == "pad" and source not in writer.names:
+    elif _name(source) == "pad" and "circular" in source.args:
         # circular padding; its widths begin with the last dimension
         widths = source.args[1][::-1]
         if widths[::2] != widths[1::2] or any(geometry["padding"]):
@@ -531,9 +540,6 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 
 def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Operations that move entries or pad with zeros: done with the places of the entries, counted from 1."""
-    if a.get("mode") == "circular":
-        # a part of a convolution
-        return
     if a.get("value"):
         raise Refused(f"{node.name}: a bundle has padding with zeros only")
     source: Any = node.args[0]
@@ -566,25 +572,26 @@ def _concatenate(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Values one after the other; `cat(|a|, b)` and `cat(max(a, b), min(a, b))` of the halves of a value are activations."""
     if a["dim"] != 1:
         raise Refused(f"{node.name}: a bundle has concatenations of channels only")
-    first, *others = a["tensors"]
-    if first in writer.names:
-        writer.emit(node, "concatenate", [first, *others])
+    values = a["tensors"]
+    names = [_name(value) for value in values]
+    if names not in (["maximum", "minimum"], ["abs", "slice"]):
+        writer.emit(node, "concatenate", values)
         return
-    (second,) = others
-    ordered = (_name(first), _name(second)) == ("maximum", "minimum") and first.args == second.args
-    parts = first.args if ordered else (first.args[0], second)
-    split = parts[0].args[0]
-    source = split.args[0]
+    ordered = names[0] == "maximum"
+    first, second = values[0].args[0], values[1].args[1] if ordered else values[1]
+    source = first.args[0]
     shape = _shape(node)
-    whole = [part.args for part in parts] == [(split, 0), (split, 1)] and shape == _shape(source)
-    if not whole or not (ordered or _name(first) == "abs"):
+    count = _shape(first)[0]
+    halves = [(source, 1, 0, count), (source, 1, count, shape[0])]
+    same = not ordered or values[0].args == values[1].args
+    if not same or [first.args, second.args] != halves or _shape(source) != shape:
         raise Refused(f"{node.name}: of parts of a value, a bundle has MaxMin and β-abs only")
     if ordered:
-        writer.emit(node, "reshape", [source], shape=[2, shape[0] // 2, *shape[1:]])
+        writer.emit(node, "reshape", [source], shape=[2, count, *shape[1:]])
         writer.emit(node, "sort", [node], dim=1, descending=True)
         writer.emit(node, "reshape", [node], shape=shape)
     else:
-        writer.emit(node, "abs", [source], count=_shape(parts[0])[0])
+        writer.emit(node, "abs", [source], count=count)
 
 
 def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
@@ -621,9 +628,6 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Functions of one number, and sorting, with PyTorch's arguments."""
     name = _name(node).replace("hardtanh", "clamp")
-    if name == "abs" and a["self"] not in writer.names:
-        # a part of an activation
-        return
     ends = {"min": -1e99, "max": 1e99}
     given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
     rest: Any = {key: ends[key] if value is None else value for key, value in given.items()}
@@ -640,7 +644,7 @@ _MODULES: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
     "HouseholderActivation": _householder,
 }
 #: operations that are recognised where their results meet
-_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum"}
+_PARTS = {"maximum", "minimum"}
 _PASSED = {"getitem", "dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _RESHAPES = ("flatten", "unflatten", "view", "reshape", "unsqueeze", "squeeze")
 _MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad")
