@@ -170,8 +170,14 @@ class OnnxNetwork(nn.Module):
         return results[0] if len(results) == 1 else results
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:
-        self._folded.clear()  # on another device or in another format, folded anew
+        specialized = list(self._folded)
+        self._folded.clear()
         super()._apply(fn, recurse)
+        for sizes in specialized:  # on another device or in another format, folded anew
+            dtypes = self.graph.dtypes.values()
+            self.specialize(
+                *[fn(torch.zeros(size, dtype=d)) for size, d in zip(sizes, dtypes, strict=True)]
+            )
         return self
 
     def _nodes(self) -> Iterator[tuple[Spec, nn.Module]]:
