@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from typer.testing import CliRunner
 
 import equipoise as eq
-from equipoise.cli.app import build
-from equipoise.nn.convert import plain
+from equipoise.conversion import export
 from equipoise.runs import open_run
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "engineer.md"
@@ -44,13 +41,15 @@ def folder(data_dir, tmp_path, monkeypatch):
     return tmp_path
 
 
-def follow(lines, run="runs/first"):
-    begin = time.monotonic()
-    for arguments in lines:
-        ran = CliRunner().invoke(build(wanted=arguments[0]), arguments, prog_name="equipoise")
-        assert ran.exit_code == 0, (arguments, ran.stderr, ran.exception)
-    assert time.monotonic() - begin < 600
-    return open_run(run).summary()
+@pytest.fixture
+def follow(equipoise):
+    def commands_in_turn(lines, run="runs/first"):
+        for arguments in lines:
+            ran = equipoise(*arguments)
+            assert ran.code == 0, (arguments, ran.err, ran.error)
+        return open_run(run).summary()
+
+    return commands_in_turn
 
 
 def test_the_installation_of_the_guide_is_enough_for_its_commands():
@@ -62,7 +61,7 @@ def test_the_installation_of_the_guide_is_enough_for_its_commands():
     assert needed <= set(extras)
 
 
-def test_the_first_commands_end_in_a_certificate(folder):
+def test_the_first_commands_end_in_a_certificate(folder, follow):
     """With fewer inputs and draws than the guide asks for."""
     changed = {"20": "4", "500": "60"}
     lines = [[changed.get(word, word) for word in line] for line in commands() if line[0] != "audit"]
@@ -72,18 +71,18 @@ def test_the_first_commands_end_in_a_certificate(folder):
 
 
 @pytest.mark.slow
-def test_the_guide_as_it_stands(folder):
+def test_the_guide_as_it_is_written(folder, follow):
     summary = follow(commands())
     assert summary.accuracy[0.03] >= 0.3
     assert (folder / "first.html").exists()
 
 
 @pytest.mark.slow
-def test_the_five_steps_as_they_stand(tmp_path, monkeypatch):
+def test_the_five_steps_as_they_are_written(tmp_path, monkeypatch, follow):
     """On a program of batch one, as `torch.export` writes it, and a folder of pictures without labels."""
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
-    model, test = plain(eq.models.load("digits").model)[0], eq.data.load_dataset("digits#test")
+    model, test = export(eq.models.load("digits").model), eq.data.load_dataset("digits#test")
     x, _ = test.batch(range(3))
     torch.export.save(torch.export.export(model, (x[:1],)), "model.pt2")
     (tmp_path / "photos").mkdir()
@@ -135,7 +134,7 @@ def hand_over(kind, data_dir, folder):
 
 
 @pytest.mark.parametrize("kind", ["pt2", "onnx", "hugging face", "module"])
-def test_the_five_steps_on_a_network_from_elsewhere(kind, data_dir, tmp_path, monkeypatch):
+def test_the_five_steps_on_a_network_from_elsewhere(kind, data_dir, tmp_path, monkeypatch, follow):
     """Audit, proved radii, certificates, attack and report by the commands of the guide, with fewer inputs and draws."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

@@ -74,7 +74,7 @@ class Dataset:
     name: str
     source: Source
     num_classes: int
-    all_labels: Ints
+    labels: Ints
     ids: Ints
     classes: tuple[str, ...] | None = None
 
@@ -160,11 +160,6 @@ class Dataset:
         """Shape of one input."""
         return self.source.shape
 
-    @functools.cached_property
-    def labels(self) -> Ints:
-        """The labels, in order; no input is read for them."""
-        return self.all_labels[self.ids]
-
     def batch(self, indices: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions, in this order."""
         positions = as_array(indices, "indices").reshape(-1)
@@ -185,10 +180,10 @@ class Dataset:
             raise InputError(
                 f"expected skip ≥ 0, stride ≥ 1, limit ≥ 1, got skip={skip}, stride={stride}, limit={limit}"
             )
-        ids = self.ids[skip::stride][:limit]
-        if len(ids) == 0:
+        part = np.arange(len(self))[skip::stride][:limit]
+        if len(part) == 0:
             raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
-        return replace(self, ids=ids)
+        return replace(self, labels=self.labels[part], ids=self.ids[part])
 
     def fingerprint(self) -> str:
         """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.

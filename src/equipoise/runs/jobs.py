@@ -74,11 +74,8 @@ class Job:
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
         settings = self.settings
-        if settings.seed_source == "system":
-            settings = settings.model_copy(update={"seed": None})
-        digest = (
-            self.manifest.model_copy(update={"settings": settings}).digest().removeprefix("sha256:")
-        )
+        seed = None if settings.seed_source == "system" else settings.seed
+        digest = self.manifest.reseeded(seed).digest().removeprefix("sha256:")
         command = "certify" if settings.kind == "sampled" else "prove"
         return Path("runs") / f"{command}-{digest[:12]}"
 
@@ -94,16 +91,8 @@ class Job:
 
     def spec(self, manifest: Manifest | None = None) -> TaskSpec:
         """What a worker needs."""
-        manifest = manifest or self.manifest
-        network = manifest.stretched(manifest.lipschitz)
         return TaskSpec(
-            self.model,
-            manifest.settings,
-            manifest.simplex,
-            network,
-            self.batch_size,
-            self.device,
-            self.example,
+            self.model, manifest or self.manifest, self.batch_size, self.device, self.example
         )
 
 
@@ -389,10 +378,10 @@ def _fixed_constant(job: Job) -> Constant | None:
         return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    if isinstance(job.model.payload, bytes):
-        upper = lipschitz_bound(job.model.program()).upper
-    else:
-        upper = lipschitz_bound(job.model.payload, job.example[None].to(job.device)).upper
+    x = job.example.to(job.device)
+    upper = lipschitz_bound(
+        job.model.build(job.device), x.expand(job.model.batch or 1, *x.shape)
+    ).upper
     if upper == math.inf:
         raise Refused(
             "the Lipschitz bound of this network exceeds the floats: leave --lipschitz out"
@@ -500,19 +489,15 @@ def preflight(job: Job) -> PreflightReport:
     x = torch.stack([item.x for item in items])
     labels = torch.tensor([item.label for item in items])
 
-    def accuracy(batch: Tensor) -> float:
+    noise = sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    shares = []
+    for batch in (x, x + noise):
+        began = time.perf_counter()
         with torch.inference_mode():
-            answers = torch.cat(
-                [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
-            )
-        return float((answers == labels).double().mean())
-
-    clean = accuracy(x)
-    began = time.perf_counter()
-    noisy = accuracy(
-        x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-    )
-    seconds = (time.perf_counter() - began) / len(x)
+            answers = [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
+        seconds = (time.perf_counter() - began) / len(x)
+        shares.append(float((torch.cat(answers) == labels).double().mean()))
+    clean, noisy = shares
     if not job.inputs.labelled:
         return PreflightReport(len(items), None, None, seconds)
 

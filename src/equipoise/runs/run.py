@@ -163,25 +163,19 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         key = "certified_accuracy" if self.results.labelled else "certified_share"
-        plain = {
-            name: getattr(self.results, name)
-            for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
-        }
         rows = self.run.rows
-        return plain | {
-            "kind": self.run.kind,
-            "total": self.run.total,
+        names = ("labelled", "procedure", "alpha", "sigma", "about", "notes", "average_radius")
+        figures = {name: getattr(self.results, name) for name in names}
+        figures |= {name: getattr(self.run, name) for name in ("kind", "total", "finished")}
+        figures |= {name: getattr(self, name) for name in ("clean", "statuses", "failed")}
+        for name in ("accuracy", "deployed"):
+            shares = getattr(self, name).items()
+            figures[name] = [{"epsilon": e, key: share} for e, share in shares]
+        return figures | {
             "done": len(rows),
-            "finished": self.run.finished,
-            "accuracy": [{"epsilon": e, key: share} for e, share in self.accuracy.items()],
-            "deployed": [{"epsilon": e, key: share} for e, share in self.deployed.items()],
-            "clean": self.clean,
-            "average_radius": self.average_radius,
-            "statuses": self.statuses,
             "methods": Counter(row.method for row in rows if row.method),
             "draws": sum(row.n0 + row.draws for row in rows),
             "seconds": sum(row.seconds for row in rows),
-            "failed": self.failed,
             "failures": {str(name): reason for name, reason in self.run.failures.items()},
         }
 
@@ -231,12 +225,10 @@ def derive(
     Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
     """
     settings = manifest.settings
-    if settings.kind == "proved":
+    if settings.kind == "proved" or not rows:
         raise InputError(
-            "a proved run holds radii without risk: there are no certificates to derive"
+            "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"
         )
-    if not rows:
-        raise InputError("the run has no finished inputs yet")
     alpha = settings.alpha if alpha is None else alpha
     own = procedure is None or (settings.adaptive and procedure == "adaptive")
     row = settings.row if own else find_procedure(str(procedure))
@@ -257,7 +249,7 @@ def derive(
         if manifest.scored and row.soft:
             sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
         else:
-            sample = _votes(settings, members, row, target_radius)
+            sample = _votes(settings, members, target_radius)
         parts = [(places, derive_sample(sample, row, noise.setting(alpha, "")))]
 
     about = f"the majority vote of the network under {noise}"
@@ -297,13 +289,9 @@ def _require_sound(
         )
 
 
-def _votes(
-    settings: Settings, rows: list[Row], row: Procedure, target: float | None
-) -> Votes | Stopped:
-    selection = np.array([r.selection for r in rows], dtype=np.float64)
-    estimation = np.array([r.estimation for r in rows], dtype=np.float64)
-    draws = np.array([r.draws for r in rows], dtype=np.float64)
-    votes = Votes(selection, estimation, draws)
+def _votes(settings: Settings, rows: list[Row], target: float | None) -> Votes | Stopped:
+    names = ("selection", "estimation", "draws")
+    votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
     return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
 
 
@@ -420,23 +408,12 @@ class Run:
         """
         if not self.rows:
             raise InputError(f"{self.folder} has no finished inputs yet")
-        failed = self._column("failure") != None  # noqa: E711 - element by element
+        failed = np.array([row.failure is not None for row in self.rows])
         if self.kind == "sampled":
             c = self.certificates(alpha, procedure, **changes)
             answer = c.prediction.astype(np.int64)
-            notes = self._notes(c)
-            return Results(
-                self.labels,
-                answer,
-                answer,
-                c.radius,
-                failed,
-                c.about,
-                c.procedure,
-                c.alpha,
-                c.sigma,
-                notes,
-            )
+            about = (c.about, c.procedure, c.alpha, c.sigma, self._notes(c))
+            return Results(self.labels, answer, answer, c.radius, failed, *about)
 
         if any(value is not None for value in (alpha, procedure, *changes.values())):
             raise InputError(
@@ -459,12 +436,9 @@ class Run:
     def _notes(self, certificates: Certificates) -> tuple[str, ...]:
         """Another derivation than the run's own, and what it assumes."""
         settings = self.settings
+        own = "adaptive" if settings.adaptive else settings.procedure
         notes = []
-        if certificates.alpha != settings.alpha or certificates.procedure not in (
-            settings.procedure,
-            "adaptive",
-        ):
-            own = "adaptive" if settings.adaptive else settings.procedure
+        if (certificates.alpha, certificates.procedure) != (settings.alpha, own):
             notes.append(
                 f"Derived again (the run was made for {own} at alpha {settings.alpha:g}): alpha covers one derivation "
                 "fixed beforehand, not the best of several looked at."
@@ -523,18 +497,19 @@ class Run:
             return 0, []  # ‖δ‖₁ may be larger than the ℓ2 distance of an attack
         kind = "base" if self.kind == "proved" else "smoothed"
         certified = self.certified(results)
-        attacked = set[InputId]()
-        broken: dict[InputId, Violation] = {}
+        nearest: dict[InputId, float] = {}
         for row in self.attacks():
-            radius = certified.get(row.id, 0.0)
             distance = row.distance if row.success and row.distance is not None else math.inf
-            inside = distance * (1 + 1e-12) < radius
-            if row.kind != kind or not (inside or row.epsilon < radius):
-                continue
-            attacked.add(row.id)
-            if inside and (row.id not in broken or distance < broken[row.id].distance):
-                broken[row.id] = Violation(row.id, distance, radius)
-        return len(attacked), list(broken.values())
+            if row.kind == kind and min(distance * (1 + 1e-12), row.epsilon) < certified.get(
+                row.id, 0.0
+            ):
+                nearest[row.id] = min(distance, nearest.get(row.id, math.inf))
+        broken = [
+            Violation(name, distance, certified[name])
+            for name, distance in nearest.items()
+            if distance * (1 + 1e-12) < certified[name]
+        ]
+        return len(nearest), broken
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:
         """Write `.csv` or `.jsonl` (JSON lines), whole or not at all; radii are rounded down.
@@ -544,20 +519,19 @@ class Run:
             results: what `results` returned; by default those of the run's own settings.
         """
         path = as_path(path)
-        records = self._records(results or self.results())
-        if path.suffix == ".csv":
-            buffer = io.StringIO()
-            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
-            text = buffer.getvalue()
-        elif path.suffix == ".jsonl":
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        else:
+        if path.suffix not in (".csv", ".jsonl"):
             raise InputError(
                 f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl"
             )
-        atomic_write(path, text)
+        records = self._records(results or self.results())
+        buffer = io.StringIO()
+        if path.suffix == ".csv":
+            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(records)
+        else:
+            buffer.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        atomic_write(path, buffer.getvalue())
         return path
 
     def _records(self, results: Results) -> list[dict[str, Any]]:
@@ -566,18 +540,10 @@ class Run:
         for row, answer, radius, status in zip(
             self.rows, results.answer, results.radius, results.status, strict=True
         ):
-            record = {
-                "id": row.id,
-                "position": row.position,
-                "label": row.label,
-                "answer": int(answer),
-                "status": status,
-            }
-            record["radius"] = format_down(radius, 6)
-            if self.kind == "proved":
-                record |= {"rival": row.rival, "method": row.method}
-            else:
-                record["draws"] = row.draws
+            own = ("rival", "method") if self.kind == "proved" else ("draws",)
+            record = row.model_dump(include={"id", "position", "label"})
+            record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
+            record |= {name: getattr(row, name) for name in own}
             if self.settings.deployed:
                 record["deployed"] = format_down(row.deployed or 0.0, 6)
             records.append(record | {"failure": row.failure or ""})

@@ -127,7 +127,7 @@ def run_recipe(
         torch.manual_seed(checked.seed)
         run = None
         try:
-            run = Training(checked, build_data(checked.data), _accelerator(cpu), model, progress)
+            run = Training(checked, build_data(checked.data), cpu, model, progress)
             stack.callback(run.close)
             final = _train(run, folder, deadline, stack)
         except EquipoiseError:
@@ -157,7 +157,7 @@ def step_seconds(recipe: Recipe, parts: Parts, steps: int = 1) -> float:
     seconds = []
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        run = Training(recipe, parts, _accelerator(cpu=True))
+        run = Training(recipe, parts, cpu=True)
         for _ in range(steps + 1):
             began = time.process_time()
             run.take_step(torch.arange(len(parts.train)))
@@ -179,18 +179,8 @@ def plan_recipe(recipe: Recipe) -> Document:
     return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": hours}
 
 
-class _SingleProcess:
-    """What `Training` needs of an `Accelerator`, for one process, where accelerate is not installed."""
-
-    def __init__(self, cpu: bool) -> None:
-        accelerator = None if cpu else torch.accelerator.current_accelerator()
-        self.device = accelerator or torch.device("cpu")
-
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-
-def _accelerator(cpu: bool) -> Any:
+def _on_device(model: nn.Module, cpu: bool) -> tuple[nn.Module, torch.device]:
+    """The network as every process calls it, and the device of this one; one process does without accelerate."""
     try:
         from accelerate import Accelerator
     except ImportError as error:
@@ -198,8 +188,12 @@ def _accelerator(cpu: bool) -> Any:
             raise InputError(
                 "training on several processes needs accelerate: pip install 'equipoise[train]'"
             ) from error
-        return _SingleProcess(cpu)
-    return Accelerator(cpu=cpu)
+        device = torch.device("cpu")
+        if not cpu:
+            device = torch.accelerator.current_accelerator() or device
+        return model.to(device), device
+    accelerator = Accelerator(cpu=cpu)
+    return accelerator.prepare_model(model.to(accelerator.device)), accelerator.device
 
 
 class Training:
@@ -209,23 +203,13 @@ class Training:
         self,
         recipe: Recipe,
         parts: Parts,
-        accelerator: Any,
+        cpu: bool,
         model: nn.Module | None = None,
         progress: Report | None = None,
     ) -> None:
         self.recipe = recipe
         self.parts = parts
         self.progress = progress
-        self.device: torch.device = accelerator.device
-        size = min(recipe.batch_size, len(parts.train))
-        if size % world():
-            raise InputError(
-                f"batches of {size} examples cannot be shared equally by {world()} processes"
-            )
-        # the rest of an epoch is left out, and every epoch leaves out another one
-        self.batches = len(parts.train) // size
-        self.steps = recipe.epochs * self.batches
-
         source = parts.train.source
         self.shape = tuple(getattr(source, "real_shape", source.input_shape))
         self.arguments = recipe.model.arguments
@@ -241,8 +225,15 @@ class Training:
             from_table(AUGMENTATIONS, choice, "data.augment") for choice in recipe.data.augment
         ]
         self.optimizer = build_optimizer(recipe.optimizer, model)
-        model.to(self.device)
-        self.network = accelerator.prepare_model(model)
+        self.network, self.device = _on_device(model, cpu)
+        size = min(recipe.batch_size, len(parts.train))
+        if size % world():
+            raise InputError(
+                f"batches of {size} examples cannot be shared equally by {world()} processes"
+            )
+        # the rest of an epoch is left out, and every epoch leaves out another one
+        self.batches = len(parts.train) // size
+        self.steps = recipe.epochs * self.batches
         self.average: AveragedModel | None = None
         if recipe.ema is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
@@ -413,17 +404,18 @@ def _require_finite(run: Training) -> None:
 
 def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
     """The figures of the network as it is, all of them if they are the last; and its bound."""
-    recipe, metrics, model = run.recipe, run.recipe.metrics, run.measured
+    metrics, model = run.recipe.metrics, run.measured
     if world() > 1:  # all processes measure one network: batch statistics are those of the first
         for buffer in model.buffers():
             distributed.broadcast(buffer, 0)
-    lr = recipe.optimizer.lr * factor(recipe.schedule, max(0, run.step - 1), run.steps)
+    model.eval()
+    lr = run.optimizer.param_groups[0]["lr"]
     row: Document = {"epoch": run.epoch, "step": run.step, "lr": lr}
     certified = None
     due = last or (metrics.bound_every and run.epoch % metrics.bound_every == 0)
     if metrics.bound and due:
         # machines may round differently: one bound for all
-        certified = from_first(certified_bound(model.eval(), run.shape, metrics.rtol))
+        certified = from_first(certified_bound(model, run.shape, metrics.rtol))
         row["bound"] = certified.upper
         if certified.reason:
             row["bound_reason"] = certified.reason
@@ -460,7 +452,7 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
             outcome = claim(folder, document, stack)
         except EquipoiseError as error:
             outcome = error
-    outcome = from_first(outcome)
+    outcome = from_first(outcome)  # what stops one process stops all
     if isinstance(outcome, EquipoiseError):
         raise outcome
     if outcome is not None:
@@ -472,11 +464,9 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
 
 def _restore(run: Training, state: State, position: Position) -> None:
     run.epoch, run.batch, run.step = position.epoch, position.batch, position.step
-    if run.step != run.epoch * run.batches + run.batch or run.step > run.steps:
-        raise ValueError(f"its step is {run.step} in epoch {run.epoch + 1}")
-    if [row.get("epoch") for row in position.history] != list(range(1, run.epoch + 1)):
-        raise ValueError("its figures are not those of its epochs")
     run.history = position.history
+    if run.step != run.epoch * run.batches + run.batch or len(run.history) != run.epoch:
+        raise ValueError(f"it has {len(run.history)} figures at step {run.step}")
     for name, item in run.stateful.items():
         item.load_state_dict(state.get(name, {}))
     groups = run.optimizer.state_dict()["param_groups"]

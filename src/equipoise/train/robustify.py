@@ -112,7 +112,7 @@ def robustify(
 
     assert net.conversion is not None
     names = ("accuracy", "certified_accuracy", "bound")
-    columns = [{name: row.get(name) for name in names} for row in (before, after)]
+    columns = ({name: row.get(name) for name in names} for row in (before, after))
     robustified = Robustified(result, net.conversion, *columns)
     text = json.dumps(robustified.to_dict(), indent=1) + "\n"
     atomic_write(Path(run_dir) / "before-after.json", text)
