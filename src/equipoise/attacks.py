@@ -272,7 +272,13 @@ def _ascend(
 
     @torch.no_grad()
     def keep(z: Tensor, score: Tensor, judge: bool) -> None:
-        """Keep the point of every input that succeeds first, until then the one of largest loss."""
+        """Keep the point of every input that succeeds first, until then the one of largest loss.
+
+        Args:
+            z: the points.
+            score: their losses.
+            judge: whether success is decided.
+        """
         nonlocal best, value, success
         hit = broken(z) if judge else torch.zeros_like(success)
         better = ~success & (hit | (score > value))

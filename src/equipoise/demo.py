@@ -151,7 +151,7 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
         "name": "digits",
         "progress": lambda row, done, total: show(f"certify the {network.source}", done, total),
     }
-    noise = {"sigma": s.sigma, "n": s.draws, "seed": s.seed}
+    noise: dict[str, Any] = {"sigma": s.sigma, "n": s.draws, "seed": s.seed}
     runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", **common)]
     runs += [
         certify(network, test, run_dir=f"{prefix}-{name}", **options, **noise, **common)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.checkpoints import load_checkpoint, load_model, register_model, save_checkpoint
 from equipoise.core import EquipoiseError
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.models import build, factory
+from equipoise.nn import models
 
 CANARY = "canary-was-here"
 
@@ -144,12 +145,23 @@ def refused_or_the_same(work, expected):
 UNREAD = ("guard", "expression", "ranges")
 
 
+class Watch(TorchDispatchMode):
+    """No kernel is called on numbers while a file is opened."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "linear" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_a_description_that_would_run_code_does_not(plain, case):
     x = torch.ones(2, 3)
+    pickled = rewritten(plain, "sample_inputs/model.pt", lambda _: b"no pickle at all")
 
     def work():
-        return opened(edited(plain, DESCRIPTIONS[case])).module()(x)
+        with Watch():
+            loaded = opened(edited(pickled, DESCRIPTIONS[case]))
+        return loaded.module()(x)
 
     if any(word in case for word in UNREAD):
         refused_or_the_same(work, net()(x))
@@ -196,33 +208,22 @@ def test_ordinary_programs_are_read(case):
     assert torch.allclose(opened(exported(model, x)).module()(x), model.eval()(x), atol=1e-6)
 
 
-def test_nothing_runs_while_a_program_is_opened(plain, monkeypatch):
-    """Sample inputs are not read; no kernel is called on numbers."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert "linear" not in str(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        opened(rewritten(plain, "sample_inputs/model.pt", lambda _: b"no pickle at all"))
+def weight(**changes):
+    return lambda d: d["config"]["0.weight"].update(changes)
 
 
-def weight(change):
-    return lambda d: change(d["config"]["0.weight"])
+def meta(**changes):
+    return lambda d: d["config"]["0.weight"]["tensor_meta"].update(changes)
 
 
 WEIGHTS = {
-    "pickled": weight(lambda w: w.update(use_pickle=True)),
-    "an opaque object": weight(lambda w: w.update(path_name="opaque_obj_0")),
-    "a path": weight(lambda w: w.update(path_name="../constants/weight_0")),
-    "numbers that are not there": weight(lambda w: w.update(path_name="weight_77")),
-    "beyond the end": weight(lambda w: w["tensor_meta"]["storage_offset"].update(as_int=10**6)),
-    "a negative stride": weight(lambda w: w["tensor_meta"]["strides"][0].update(as_int=-1)),
-    "as large as memory": weight(
-        lambda w: w["tensor_meta"].update(sizes=[{"as_int": 10**6}] * 2, strides=[{"as_int": 0}] * 2)
-    ),
+    "pickled": weight(use_pickle=True),
+    "an opaque object": weight(path_name="opaque_obj_0"),
+    "a path": weight(path_name="../constants/weight_0"),
+    "numbers that are not there": weight(path_name="weight_77"),
+    "beyond the end": meta(storage_offset={"as_int": 10**6}),
+    "a negative stride": meta(strides=[{"as_int": -1}, {"as_int": 1}]),
+    "as large as memory": meta(sizes=[{"as_int": 10**6}] * 2, strides=[{"as_int": 0}] * 2),
 }
 
 
@@ -311,26 +312,23 @@ def symbols(text):
     return change
 
 
+def limits(least, most=None):
+    return lambda d: d.update(
+        range_constraints={k: {"min_val": least, "max_val": most} for k in d["range_constraints"]}
+    )
+
+
 SYMBOLS = {
     "code": symbols(TOUCH),
     "code as an argument": symbols(f"Mul(Integer(2), {TOUCH})"),
     "another symbol": symbols("Symbol('s1000', integer=True)"),
     "a symbol that is code": lambda d: d.update(range_constraints={TOUCH: {"min_val": 0}}),
     "a huge power": symbols("Pow(Integer(10), Integer(1000000000))"),
-    "a huge product": symbols("Mul(" + "Integer(1000000000)," * 30 + ")"),
-    "division by zero": symbols("FloorDiv(Integer(1), Integer(0))"),
     "a method": symbols("Symbol('s77').__class__"),
     "wrong sizes": symbols("Integer(3)"),
-    "an endless batch": lambda d: d["range_constraints"].update(
-        {k: {"min_val": 10**10, "max_val": None} for k in d["range_constraints"]}
-    ),
-    "an empty range": lambda d: d["range_constraints"].update(
-        {k: {"min_val": 5, "max_val": 3} for k in d["range_constraints"]}
-    ),
+    "an empty range": limits(5, 3),
+    "a batch that fills the memory": limits(10**10),
     "no graph": lambda d: d.update(graph_module={"graph": []}),
-    "a condition that fails": lambda d: d["graph_module"]["graph"]["sym_bool_values"].update(
-        x={"as_expr": {"expr_str": "Equality(Integer(1), Integer(2))"}}
-    ),
 }
 
 
@@ -345,7 +343,7 @@ def test_expressions_are_never_evaluated(dynamic, case):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    return save_checkpoint(tmp_path / "net", build("mlp", widths=[4], in_features=3), factory("mlp"),
+    return save_checkpoint(tmp_path / "net", models.build("mlp", widths=[4], in_features=3), models.factory("mlp"),
                            {"widths": [4], "in_features": 3}, (3,))  # fmt: skip
 
 
@@ -354,7 +352,12 @@ def rewrite_config(folder: Path, text: str) -> None:
 
 
 def config(**changes) -> str:
-    whole = {"factory": factory("mlp"), "arguments": {"widths": [4], "in_features": 3}, "input_shape": [3], **changes}
+    whole = {
+        "factory": models.factory("mlp"),
+        "arguments": {"widths": [4], "in_features": 3},
+        "input_shape": [3],
+        **changes,
+    }
     return json.dumps(whole)
 
 
@@ -366,7 +369,7 @@ CONFIGS = {
     "a full-width letter": config(factory="equipoise.nn.models:ｍlp"),
     "a huge width": config(arguments={"widths": [2**30], "in_features": 2**30}),
     "many layers": config(arguments={"widths": [30000] * 4000, "in_features": 3}),
-    "many small layers": config(factory=factory("sll"), arguments={"depth": 2400, "channels": 4, "hidden": 16}),
+    "many small layers": config(factory=models.factory("sll"), arguments={"depth": 2400, "channels": 4, "hidden": 16}),
     "a huge number": config(arguments={"widths": [10**400], "in_features": 3}),
     "an argument it has not": config(arguments={"no_such": 1}),
     "dunder argument": config(arguments={"__class__": 1}),
@@ -444,35 +447,27 @@ def test_half_precision_and_quantised_weights(folder):
             load_model("half.pt2")
 
 
-def test_a_model_of_ones_own_is_registered_first(tmp_path):
-    model = nn.Linear(3, 2).eval()
+def test_own_models_are_registered_or_come_with_an_installed_package(tmp_path, monkeypatch):
+    """An entry point is loaded when a file names it, and not before."""
+    model, folder = nn.Linear(3, 2).eval(), tmp_path / "own"
     with pytest.raises(EquipoiseError, match="no registered model"):
-        save_checkpoint(tmp_path / "own", model, "tests-linear")
+        save_checkpoint(folder, model, "tests-linear")
     register_model("tests-linear", lambda width=3: nn.Linear(width, 2))
-    save_checkpoint(tmp_path / "own", model, "tests-linear", {"width": 3})
-    assert torch.equal(load_checkpoint(tmp_path / "own")[0](torch.ones(1, 3)), model(torch.ones(1, 3)))
+    save_checkpoint(folder, model, "tests-linear", {"width": 3})
+    assert torch.equal(load_checkpoint(folder)[0](torch.ones(1, 3)), model(torch.ones(1, 3)))
 
-
-def test_an_installed_package_adds_models(tmp_path, monkeypatch):
-    """An entry point is loaded when its name is asked for, and not before."""
     info = tmp_path / "site" / "other_models-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-models\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[equipoise.models]\nother-linear = other_models:linear\nother-bad = other_models:gone\n"
-    )
+    points = "other-linear = other_models:linear\nother-bad = other_models:gone\n"
+    (info / "entry_points.txt").write_text(f"[equipoise.models]\n{points}")
     source = f"from pathlib import Path\nfrom torch import nn\nPath('{CANARY}').touch()\ndef linear(): return nn.Linear(3, 2)\n"
     (tmp_path / "site" / "other_models.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    folder = tmp_path / "own"
-    folder.mkdir()
-    save_file(nn.Linear(3, 2).state_dict(), folder / "model.safetensors")
-    rewrite_config(folder, json.dumps({"factory": "other_models:linear"}))
-    with pytest.raises(EquipoiseError, match="no registered model"):
-        load_checkpoint(folder)
-    assert not Path(CANARY).exists()
-    rewrite_config(folder, json.dumps({"factory": "other-bad"}))
-    with pytest.raises(EquipoiseError, match="failed with"):
-        load_checkpoint(folder)
+    for name, words in (("other_models:linear", "no registered model"), ("other-bad", "failed with")):
+        assert not Path(CANARY).exists()
+        rewrite_config(folder, json.dumps({"factory": name}))
+        with pytest.raises(EquipoiseError, match=words):
+            load_checkpoint(folder)
     rewrite_config(folder, json.dumps({"factory": "other-linear"}))
     assert isinstance(load_checkpoint(folder)[0], nn.Linear)

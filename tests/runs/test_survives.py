@@ -267,7 +267,7 @@ def test_models_that_fail_in_the_middle_or_are_in_training_mode(tmp_path, xy):
             return super().forward(x)
 
     model = Fails().eval()
-    with pytest.raises(InputError, match=r"failed on input 3 of shape \(1, 4, 4\): out of memory$"):
+    with pytest.raises(InputError, match=r"on input 3 of shape \(1, 4, 4\) failed with RuntimeError: out of memory$"):
         certify(model, xy, run_dir=tmp_path / "a", **SETTINGS)
     assert len(open_run(tmp_path / "a").rows) == 3
     whole = certify(runs_nets.net(), xy, run_dir=tmp_path / "b", **SETTINGS)

@@ -101,8 +101,8 @@ def test_progress_on_a_terminal(recipe, tmp_path):
 
 def test_two_processes_by_torchrun(recipe, tmp_path):
     """One of them reports, and the network is where other commands find it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
-    command = [*launch, "equipoise", "train", str(recipe), "--cpu", "--json", "--run-dir", str(tmp_path / "run")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "equipoise"]
+    command = [*launch, "train", str(recipe), "--cpu", "--json", "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

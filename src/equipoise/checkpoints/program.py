@@ -285,7 +285,7 @@ class _Reader:
             pytree.tree_structure(((0,) * len(users), {})),
             pytree.tree_structure(0 if len(outputs) == 1 else (0,) * len(outputs)),
         )
-        constants = dict(self.weights)
+        constants: dict[str, Any] = dict(self.weights)
         state: dict[str, Tensor] = {}
         for spec in inputs:
             key = str(spec.target)
@@ -370,7 +370,12 @@ class _Reader:
             return torch.empty(shape, dtype=_dtype(meta, f"input {name[:60]!r}"))
 
     def size(self, value: Any, place: int) -> int:
-        """A size of an input: a whole number, or for the first dimension the symbol of the batch."""
+        """A size of an input: a whole number, or for the first dimension the symbol of the batch.
+
+        Args:
+            value: as the file states it.
+            place: the dimension.
+        """
         tag, body = _tagged(value)
         if tag == "as_int":
             return _whole(body)
@@ -413,20 +418,27 @@ class _Reader:
                 kwargs[_identifier(entry["name"])] = argument
             else:
                 args.append(argument)
-        tag, body = _tagged(value["outputs"][0]) if value["outputs"] else ("", None)
+        outputs = [_tagged(output) for output in value["outputs"]]
 
         if target in _ASSERTIONS:
             if args and args[0] is False:
                 raise Refused("it has a condition on its batch that this batch does not meet")
         elif target in _SIZES or target in _ARITHMETIC:
-            self.values[_identifier(body["as_name"])] = self.compute_size(target, args)
+            self.values[_identifier(outputs[0][1]["as_name"])] = self.compute_size(target, args)
         else:
-            places = body if tag == "as_tensors" else [_tagged(o)[1] for o in value["outputs"]]
+            tag, several = outputs[0]
+            places = several if tag == "as_tensors" else [body for _, body in outputs]
             names = [_identifier(place["name"]) for place in places]
             origin = _origin(value["metadata"].get("nn_module_stack"))
             self.call(find_operation(target), tuple(args), kwargs, names, origin)
 
     def compute_size(self, target: str, args: list[Any]) -> int:
+        """A size, or arithmetic on sizes.
+
+        Args:
+            target: the operation, of the tables above.
+            args: its arguments.
+        """
         if target in _SIZES:
             return _SIZES[target](args[0].meta["val"], *args[1:])
         if not all(type(argument) is int for argument in args):

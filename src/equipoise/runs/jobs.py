@@ -224,15 +224,7 @@ def prepare(
     inputs = Inputs.of(dataset, name)
     device = usable_device(settings.device)
 
-    selections = []
-    for selection in settings.inputs:
-        balanced = selection.balanced and selection.limit is not None and inputs.labelled
-        if balanced and inputs.labels is None:
-            raise InputError(
-                f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
-            )
-        selections.append(selection.model_copy(update={"balanced": balanced}))
-    positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in selections])
+    positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in settings.inputs])
 
     first = _first_input(inputs, positions).x
     classes = settings.num_classes
@@ -252,7 +244,6 @@ def prepare(
             check_label(inputs.ids[position], inputs.labels[position], classes)
 
     resolved: dict[str, Any] = {
-        "inputs": tuple(selections),
         "num_classes": classes,
         "device": torch.device(device).type,
         "dimension": first.numel(),

@@ -412,8 +412,8 @@ class Run:
         if self.kind == "sampled":
             c = self.certificates(alpha, procedure, **changes)
             answer = c.prediction.astype(np.int64)
-            about = (c.about, c.procedure, c.alpha, c.sigma, self._notes(c))
-            return Results(self.labels, answer, answer, c.radius, failed, *about)
+            rest = (c.about, c.procedure, c.alpha, c.sigma, self._notes(c))
+            return Results(self.labels, answer, answer, c.radius, failed, *rest)
 
         if any(value is not None for value in (alpha, procedure, *changes.values())):
             raise InputError(

@@ -75,7 +75,11 @@ class Selection(Document):
         array([0, 1, 4, 5])
         """
         positions = np.arange(count, dtype=np.int64)[self.skip :: self.stride]
-        if self.balanced and labels is not None:
+        if self.balanced and self.limit is not None:
+            if labels is None:
+                raise InputError(
+                    "balanced=True needs labels that are there without reading the inputs: use eq.data.Dataset"
+                )
             own = np.asarray(labels)[positions]
             turn = np.zeros(len(own))  # how many inputs of its class come before each
             for label in np.unique(own):

@@ -593,26 +593,18 @@ class Store:
         uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}"
         if empty and not writable:
             uri = "file::memory:"
+        digest = json.dumps(manifest.digest())
         with self._explained():
             self.db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
-        try:
-            self._open(empty)
-        except BaseException:
-            self.db.close()
-            raise
-
-    def _open(self, empty: bool) -> None:
-        digest = self.manifest.digest()
-        with self._explained():
             query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
             schema = [sql for (sql,) in self.db.execute(query)]
             # a writer that was killed before its first commit leaves a journal, which opening has just rolled back
             if not schema and (empty or not self.path.stat().st_size):
-                self._insert("run", [("digest", json.dumps(digest))], _SCHEMA)
+                self._insert("run", [("digest", digest)], _SCHEMA)
                 return
         if schema != [_SCHEMA]:
             raise InputError(f"{self.path} is not the store of a run: it has other tables")
-        if self._texts("run") != [json.dumps(digest)]:
+        if self._texts("run") != [digest]:
             raise InputError(
                 f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together"
             )

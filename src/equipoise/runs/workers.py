@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.files import guarded
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.sources import Batched, Item, Portable, hash_module
 from equipoise.runs.store import Manifest, Row, Settings, SoftVotes, versions
@@ -93,20 +94,13 @@ class Worker:
     def __call__(self, item: Item) -> Row:
         """The row of one input; NaN logits give a failed row, a model that cannot run at all raises."""
         start = time.process_time()
-        values: dict[str, Any]
+        what = f"the model on input {item.id!r} of shape {tuple(item.x.shape)}"
         try:
             if item.problem is not None:
                 raise Refused(item.problem)
-            values = self.measure(item, item.x.to(self.spec.device))
+            values = guarded(lambda: self.measure(item, item.x.to(self.spec.device)), what)
         except Refused as error:
             values = {"failure": str(error)}
-        except EquipoiseError:
-            raise
-        except Exception as error:  # whatever the user's own code raises
-            shape = tuple(item.x.shape)
-            raise InputError(
-                f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}"
-            ) from error
         seconds = max(0.0, time.process_time() - start)
         return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
 

@@ -314,7 +314,12 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML where `1e-3` is a number; aliases, a few lines of which expand to gigabytes, are errors."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next node, refused where it is an alias."""
+        """The next node, refused where it is an alias.
+
+        Args:
+            parent: of the node.
+            index: its place in the parent.
+        """
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not read: write the value out")
         return super().compose_node(parent, index)

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
+from equipoise.checkpoints import tensor_bytes
 from equipoise.core import files
 from equipoise.core.errors import InputError
 from equipoise.core.files import (
@@ -96,23 +97,7 @@ def save_state(folder: Path, state: State, position: Position) -> None:
     plain = {name: value for name, value in flat.items() if name not in tensors}
     text = position.model_copy(update={"plain": plain}).model_dump_json()
     metadata = {"position": text, "digest": _digest(tensors, text)}
-    write_tensors(folder / STATE, tensors, metadata)
-
-
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """A safetensors file, whole or not at all.
-
-    Args:
-        path: of the file.
-        tensors: by name; they may share memory.
-        metadata: texts for its header.
-    """
-    from safetensors.torch import save
-
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    atomic_write(path, save(own, metadata=metadata))
+    atomic_write(folder / STATE, tensor_bytes(tensors, metadata))
 
 
 def write_metrics(folder: Path, history: list[Document]) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, distributed, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
-from equipoise.checkpoints import registered, save_checkpoint
+from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
+from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
@@ -34,7 +35,6 @@ from equipoise.train.journal import (
     claim,
     save_state,
     write_metrics,
-    write_tensors,
 )
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
@@ -484,7 +484,7 @@ def _write_network(run: Training, folder: Path, row: Document, certified: Certif
     model = run.measured.eval()
     if not registered(recipe.model.factory):
         # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
-        write_tensors(folder / "model.safetensors", model.state_dict())
+        atomic_write(folder / "model.safetensors", tensor_bytes(model.state_dict()))
         return
     save_checkpoint(folder, model, recipe.model.factory, run.arguments, run.shape)
     upper = row.get("bound")
