@@ -57,6 +57,7 @@ bench: $(STAMP)           ## ratios against the alternatives, side by side in on
 
 experiments: $(STAMP)     ## every experiment of the thesis at laptop scale; goes on where it was stopped
 	$(BIN)/equipoise reproduce --all -o lab/results/experiments
+	$(BIN)/equipoise reproduce -o lab/results/experiments --page docs/experiments/index.md
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

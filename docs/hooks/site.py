@@ -16,7 +16,8 @@ from reference import pages
 from equipoise.core.files import read_json
 from equipoise_lab.bench import pairs
 
-_STORED = Path(__file__).parents[2] / "lab" / "results" / "bench-amd-one-thread.json"
+_RESULTS = Path(__file__).parents[2] / "lab" / "results"
+_STORED = _RESULTS / "bench-amd-one-thread.json"
 
 
 def on_config(config: Any) -> Any:
@@ -26,17 +27,21 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The pages that are made."""
+    """The pages that are made, and the figures of the experiments."""
     for path, text in {"commands.md": reference(), **pages()}.items():
         known = files.get_file_from_path(path)
         if known is not None:
             files.remove(known)
         files.append(File.generated(config, path, content=text))
+    for figure in sorted((_RESULTS / "experiments").glob("*/figure.svg")):
+        path = f"experiments/results/{figure.parent.name}/{figure.name}"
+        files.append(File.generated(config, path, abs_src_path=str(figure)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The table of the stored benchmarks, in place of its name."""
+    """The table of the stored benchmarks, in place of its name; figures of experiments where the site has them."""
+    markdown = markdown.replace("../../lab/results/experiments/", "results/")
     mark = "{{ stored benchmarks }}"
     if mark in markdown:
         markdown = markdown.replace(

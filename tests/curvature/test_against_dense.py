@@ -210,6 +210,25 @@ def test_sharpness_is_the_slope_to_first_order(case):
     assert torch.equal(operator.theta, LossHessian(model, loss, data).theta)  # parameters are not touched
 
 
+def test_adaptive_sharpness_does_not_see_rescaled_neurons():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    data = torch.randn(40, 3).double(), torch.randint(2, (40,))
+
+    def measured(**options):
+        hessian = LossHessian(model, "ce", data)
+        return curvature.sharpness(hessian, radius=0.1, steps=4, restarts=1, **options).value
+
+    before = measured(), measured(adaptive=True)
+    with torch.no_grad():
+        scale = torch.logspace(-1, 1, 8).double()
+        for parameter in (model[0].weight, model[0].bias):
+            parameter.mul_(scale.view(-1, *[1] * (parameter.dim() - 1)))
+        model[2].weight.div_(scale)
+    assert measured(adaptive=True) == pytest.approx(before[1], rel=1e-9)
+    assert abs(measured() / before[0] - 1) > 0.1
+
+
 def test_one_layer_only():
     model, loss, data = build("mlp-ce")
     H = dense(model, loss, data)

@@ -1,34 +1,14 @@
-from pathlib import Path
-
 import pytest
 import torch
 
-import equipoise
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json
 from equipoise.norms import spectral_norm
-from equipoise_lab.bench import growth, layers, pairs
+from equipoise.runs import open_run
+from equipoise_lab.bench import growth, layers, pairs, runs
 from equipoise_lab.bench import norms as bench
-from equipoise_lab.bench.states import compare
-from equipoise_lab.timing import peak_bytes, take_turns
-
-
-def test_resnet18_has_the_shapes_of_the_paper():
-    layers = {layer.name: layer for layer in bench.resnet18()}
-    assert len(layers) == 20
-    assert (layers["conv1"].out, layers["conv1"].kernel, layers["conv1"].size) == (64, 7, 224)
-    assert layers["layer2.0.conv1"] == bench.Layer("layer2.0.conv1", 128, 64, 3, 2, 56)
-    assert layers["layer4.1.conv2"] == bench.Layer("layer4.1.conv2", 512, 512, 3, 1, 7)
-    assert layers["layer3.0.downsample.0"] == bench.Layer("layer3.0.downsample.0", 256, 128, 1, 2, 28)
-
-
-def test_the_shapes_are_those_of_the_real_kernels():
-    kernels = bench.real_kernels()
-    if kernels is None:
-        pytest.skip(f"{bench.DATA} is not there")
-    for layer in bench.resnet18():
-        if layer.name in kernels:
-            assert tuple(kernels[layer.name].shape) == (layer.out, layer.channels, layer.kernel, layer.kernel)
+from equipoise_lab.bench.smoothing import small_cnn
+from equipoise_lab.timing import peak_bytes
 
 
 def test_the_baselines_compute_what_they_claim():
@@ -39,23 +19,6 @@ def test_the_baselines_compute_what_they_claim():
     bracket = spectral_norm(layer.module(K), input_size=(10, 10))
     assert bench.ryu(K, 10, 2) <= bracket.upper
     assert bench.ryu(K, 10, 2) >= 0.98 * bracket.lower
-
-
-def test_sums_are_given_with_and_without_the_pointwise_layers():
-    layers = (bench.Layer("a", 4, 2, 3, 1, 6), bench.Layer("b", 4, 2, 1, 2, 6))
-    section = bench.convolutions({x.name: x.gaussian(0) for x in layers}, layers, "Gaussian", 1)
-    rows = {row["layer"]: row for row in section.rows}
-    assert list(rows) == ["a", "b", "all", "all but 1×1"]
-    assert rows["all"]["svd s"] == rows["a"]["svd s"] + rows["b"]["svd s"]
-    assert rows["all but 1×1"]["ours s"] == rows["a"]["ours s"]
-    assert section.goals[0].ratio == rows["all"]["ours s"] / rows["all"]["svd s"]
-
-
-def test_turns_are_taken_in_alternating_order():
-    calls = []
-    contest = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
-    assert calls == ["a", "b", "b", "a"]
-    assert set(contest.seconds) == {"a", "b"}
 
 
 def test_peak_memory_sees_temporaries_and_forgets_them():
@@ -76,22 +39,6 @@ def test_bench_quick(equipoise, capfd):
         assert section["rows"]
     memory = sections["memory of the gradient"]["rows"][0]
     assert memory["explicit MB"] < memory["autodiff MB"]
-
-
-def test_bench_table(equipoise):
-    ran = equipoise("bench", "norms", "--quick")
-    assert ran.code == 0
-    assert "thread" in ran.out
-    assert "tiny.conv1" in ran.out
-
-
-def test_bench_says_when_the_real_kernels_are_missing(monkeypatch, tmp_path):
-    monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
-    assert bench.real_kernels() is None
-    monkeypatch.setattr(bench, "convolutions", lambda *args: None)
-    first = next(bench.sections())
-    assert first.rows == []
-    assert "EQUIPOISE_DATA" in first.note
 
 
 def measured(ratio, low, high):
@@ -138,35 +85,37 @@ def test_what_cannot_be_measured_is_refused():
         next(pairs.measure(device="cuda:77"))
     with pytest.raises(InputError, match="channels"):
         growth.grow("weather")
-
-
-def test_growth_has_an_exponent_and_a_figure(tmp_path):
     section = growth.grow("batch", repeats=1, quick=True)
     assert [row["batch"] for row in section.rows] == [1, 2]
     assert "exponent" in section.note
-    growth.draw(section, tmp_path / "batch.png")
-    assert (tmp_path / "batch.png").stat().st_size > 1000
 
 
-def test_a_peer_of_another_shape_is_named_and_left_out(monkeypatch):
-    monkeypatch.setattr(
-        layers, "PEERS", {"valid": ("torch.nn", "Conv2d", {"kernel_size": 3}), "none": ("nowhere", "X", {})}
-    )
-    built, missing = layers.peers(2)
-    assert built == {}
-    assert missing == ["valid: 16×16 pixels become 14×14, no layer to compare with", "none: not installed"]
+def test_quick_sections_hold_every_layer():
+    costs, whole, profile = layers.sections(quick=True)
+    assert [row["network"] for row in whole.rows] == ["plain", *layers.NETWORKS]
+    assert all(row["train ratio"] > 0 for row in whole.rows)
+    names = [row["layer"] for row in costs.rows]
+    assert names[: 1 + len(layers.LAYERS)] == ["nn.Conv2d", *layers.LAYERS]
+    assert all(row["train ratio"] > 0 and row["eval ratio"] > 0 for row in costs.rows[: 1 + len(layers.LAYERS)])
+    exports = {row["layer"]: row["export"] for row in costs.rows if "export" in row}
+    assert all(exports[name] == "Conv2d" for name in ("SN", "AOL", "SR t=2", "RKO", "BCOP"))
+    assert len(profile.rows) == 9
+    assert costs.to_dict()["goals"] == []
 
 
-def test_the_documented_table_is_that_of_the_stored_run():
-    """The site puts it where the page names it."""
-    root = Path(__file__).parents[2]
-    assert "{{ stored benchmarks }}" in (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    stored = read_json(root / "lab" / "results" / "bench-amd-one-thread.json")
-    assert "| dense 2000×1000 float32 / matrix_norm |" in pairs.markdown(*pairs.read(stored, "stored run"))
+def test_rows_have_the_common_form():
+    found = [
+        runs.overhead_row("small CNN", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100),
+        runs.overhead_row("soft", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100, procedure="lvm"),
+        runs.reading_row(200),
+    ]
+    for row in found:
+        assert set(row) == {"name", "ours", "baseline", "ratio", "goal"}
+        assert row["ratio"] > 0
 
 
-def test_two_states_take_turns():
-    here = Path(equipoise.__file__).parents[2]
-    (row,) = compare(here, here, rounds=1, only="64×64")
-    assert row["ratio"] > 0
-    assert row["case"] == "spectral_norm, 64×64"
+def test_the_made_up_run_is_a_run(tmp_path):
+    runs.write_votes(tmp_path, 50, 4)
+    run = open_run(tmp_path)
+    assert run.finished
+    assert len(run.certificates(alpha=0.01, procedure="cohen")) == 50

@@ -11,21 +11,12 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import L2Attention
 from equipoise.norms import spectral_norm
 from equipoise.optim import SpectralGuard
-from equipoise.train import read_recipe, run_recipe
+from equipoise.train import run_recipe
 from equipoise_lab.models import lipschitz_gpt
-from equipoise_lab.text import NextToken, load_characters
+from equipoise_lab.text import load_characters
 
-TINY = {
-    "model.arguments.width": 8,
-    "model.arguments.depth": 1,
-    "model.arguments.heads": 2,
-    "data.limit": 8,
-    "data.test_limit": 4,
-    "batch_size": 4,
-    "model.arguments.constant": 2.0,
-    "optimizer.lr": 0.3,
-    "epochs": 2,
-}
+ARGUMENTS = {"width": 8, "depth": 1, "heads": 2, "constant": 2.0}
+TINY = ["data.limit=8", "data.test_limit=4", "batch_size=4", "optimizer.lr=0.3", "epochs=2"]
 
 
 @pytest.fixture
@@ -39,7 +30,7 @@ def text(tmp_path):
 def small(text, monkeypatch):
     monkeypatch.setenv("EQUIPOISE_DATA", str(text.parent))
     path = f"data.path=6:{text}"
-    return [path, *(f"{key}={value}" for key, value in TINY.items())]
+    return [path, *TINY, *(f"model.arguments.{key}={value}" for key, value in ARGUMENTS.items())]
 
 
 def test_stretches_and_what_follows(text):
@@ -61,8 +52,6 @@ def test_stretches_and_what_follows(text):
     [
         ("FILE", "train", "expected N:FILE"),
         ("0:FILE", "train", "expected N:FILE"),
-        ("²:FILE", "train", "expected N:FILE"),
-        ("5:FILE", "valid", "splits train and test"),
         ("500:FILE", "train", "too few"),
         ("5:FILE.none", "train", "FILE.none|tinyshakespeare.txt.none"),
     ],
@@ -72,71 +61,16 @@ def test_what_is_no_text_is_refused(where, split, said, text):
         load_characters(where.replace("FILE", str(text)), split)
 
 
-def test_bits_and_hits():
-    y = torch.tensor([[0, 1], [1, 1]])
-    logits = torch.zeros(2, 2, 2)
-    logits[0, 1, 1] = 1.0
-    counts = NextToken().counts(logits, y)
-    assert (int(counts["accuracy"][0]), counts["accuracy"][1]) == (2, 4)
-    assert float(NextToken().loss(torch.zeros(2, 2, 2), y)) == pytest.approx(0.6931, abs=1e-4)
-    assert float(NextToken().counts(torch.zeros(2, 2, 2), y)["bits"][0]) == pytest.approx(4.0)
-    assert "bits" not in NextToken().counts(logits, y, quick=True)
-
-
-def test_the_loss_needs_a_text():
-    with pytest.raises(InputError, match="needs a text"):
-        run_recipe(
-            {
-                "model": {"factory": "equipoise.nn.models:mlp"},
-                "data": {"path": "digits"},
-                "loss": "equipoise_lab.text:next_token",
-                "epochs": 1,
-            }
-        )
-
-
 def test_a_guard_needs_a_radius_or_a_model_that_has_one():
     plain = {"model": {"factory": "equipoise.nn.models:mlp"}, "data": {"path": "digits", "limit": 128}, "epochs": 1}
     with pytest.raises(InputError, match="say the radius"):
         run_recipe({**plain, "projections": ["guard"]})
 
 
-def test_trained_killed_and_resumed_it_is_held_and_proved(small, tmp_path):
-    whole = run_recipe("gpt-shakespeare", tmp_path / "whole", overrides=small, cpu=True)
-    model = whole.model
+def test_trained_it_is_held_and_proved(small):
+    model = run_recipe("gpt-shakespeare", overrides=small, cpu=True).model
     report = lipschitz_bound(model.body, torch.zeros(1, 6, 8))
     assert 1.8 <= report.upper <= model.constant == 2.0  # held at it, and not above
-
-    class Killed(Exception):
-        pass
-
-    def stop(progress):
-        if progress.step == 3:
-            raise Killed
-
-    resumed = [*small, "checkpoint_steps=1", "metrics.bound=false"]
-    with pytest.raises(Killed):
-        run_recipe("gpt-shakespeare", tmp_path / "part", overrides=resumed, cpu=True, progress=stop)
-    again = run_recipe("gpt-shakespeare", tmp_path / "part", overrides=resumed, cpu=True)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.model.state_dict().values(), strict=True)
-    )
-
-
-def test_the_bundled_recipe_reads():
-    recipe = read_recipe("gpt-shakespeare")
-    assert recipe.projections[0].kind == "guard"
-
-
-def test_moved_tokens_keep_the_past_only():
-    torch.manual_seed(0)
-    model = lipschitz_gpt(vocabulary=5, context=6, width=8, depth=1, heads=2, reach=3).eval()
-    x = torch.randint(5, (1, 6))
-    y = x.clone()
-    y[0, 4:] = (y[0, 4:] + 1) % 5
-    assert torch.equal(model(x)[:, :4], model(y)[:, :4])
-    with pytest.raises(InputError, match="reach"):
-        lipschitz_gpt(width=4, heads=1, reach=5)
 
 
 def test_the_bound_of_the_graph_is_the_product_of_the_blocks():
@@ -164,7 +98,8 @@ def test_the_bound_of_the_graph_is_the_product_of_the_blocks():
 
 def test_tokens_and_their_one_hot_rows_are_the_same():
     model = lipschitz_gpt(vocabulary=5, context=4, width=8, depth=1, heads=2).eval()
-    tokens = torch.tensor([[0, 4, 2, 2]])
+    tokens, other = torch.tensor([[0, 4, 2, 2]]), torch.tensor([[0, 4, 2, 3]])
+    assert torch.equal(model(tokens)[:, :3], model(other)[:, :3])  # the past only
     rows = nn.functional.one_hot(tokens, 5).float()
     assert torch.allclose(model(tokens), model(rows), atol=1e-6)
     assert float(model.embedding(tokens).detach().norm(dim=-1).max()) <= math.sqrt(8) * (1 + 1e-5)

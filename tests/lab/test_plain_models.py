@@ -6,17 +6,10 @@ import torch
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.errors import InputError
-from equipoise_lab.models import MODELS, build, factory
+from equipoise_lab.models import MODELS, build
 
 SMALL = {
-    "mlp_mixer": {
-        "in_channels": 1,
-        "input_size": [8, 12],
-        "width": 8,
-        "depth": 2,
-        "token_hidden": 4,
-        "channel_hidden": 8,
-    },
+    "mlp_mixer": {"in_channels": 1, "input_size": [8, 12], "width": 8, "depth": 2, "token_hidden": 4},
     "vgg16": {"width": 2, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
     "vgg19": {"width": 2, "hidden": 4},
     "resnet18": {"width": 4, "input_size": 16},
@@ -38,7 +31,6 @@ ELSEWHERE = {"sandwich_cnn", "sandwich_mlp", "lipschitz_gpt"}
 
 def test_every_builder_has_a_case():
     assert set(MODELS) == set(SMALL) | ELSEWHERE
-    assert {factory(name).partition(":")[0] for name in MODELS} == {"equipoise_lab.models"}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -78,9 +70,6 @@ def test_trained_cifar_networks_on_real_images(data_dir, depth, accuracy):
     ("name", "arguments", "message"),
     [
         ("cifar_resnet", {"depth": 21}, "6n . 2"),
-        ("wide_resnet", {"depth": 11}, "6n . 4"),
-        ("vgg16", {"input_size": 16}, "32×32"),
-        ("mlp_mixer", {"input_size": 10}, "tile"),
         ("resnet18", {"stem": "x"}, "stem"),
     ],
 )

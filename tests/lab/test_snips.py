@@ -5,7 +5,7 @@ import torch
 
 from equipoise.core.errors import InputError
 from equipoise.train import read_recipe, run_recipe
-from equipoise_lab.text import IntentSlots, Snips, load_snips, spans
+from equipoise_lab.text import IntentSlots, load_snips, spans
 
 TINY = ["data.limit=8", "data.test_limit=4", "epochs=2", "batch_size=4"]
 
@@ -33,12 +33,10 @@ TAGS = ["O", "B-city", "I-city", "B-genre", "I-genre"]
 @pytest.mark.parametrize(
     ("tags", "found"),
     [
-        ([], set()),
         ([0, 0], set()),
         ([1, 2, 2], {(0, 3, "city")}),
         ([1, 1], {(0, 1, "city"), (1, 2, "city")}),
         ([2, 4], {(0, 1, "city"), (1, 2, "genre")}),
-        ([1, 0, 2], {(0, 1, "city"), (2, 3, "city")}),
         ([1, 4], {(0, 1, "city"), (1, 2, "genre")}),
     ],
 )
@@ -56,23 +54,15 @@ def test_counts_and_f1():
     assert "slot_f1" not in task.counts((intent, slots), y, quick=True)
 
 
-def test_slots_need_sentences():
-    with pytest.raises(InputError, match="needs sentences"):
-        run_recipe("sll-sr-digits", overrides=["loss=equipoise_lab.text:intent_slots"])
-
-
 @pytest.mark.text
 def test_sentences_are_encoded_with_the_slot_of_each_words_first_piece(sentences):
     data = load_snips(sentences, "test")
     assert data.intents == ("Book", "PlayMusic")
     assert data.slots == ("O", "B-city", "B-genre", "I-city")
     x, y = data.batch([0])
-    words = int((y[0, 1:] != -100).sum())
-    assert words == 3
+    assert int((y[0, 1:] != -100).sum()) == 3
     assert y[0, 0] == 1
-    assert x.shape[1] == 2
-    assert x.shape[2] == int(x[0, 1].sum())  # cut to the longest sentence
-    assert isinstance(data, Snips)
+    assert x.shape[1:] == (2, int(x[0, 1].sum()))  # cut to the longest sentence
     assert data.fingerprint() == load_snips(sentences, "valid").fingerprint()
 
 
@@ -93,39 +83,8 @@ def test_damaged_files_are_named(sentences, file, content, said):
 
 
 @pytest.mark.text
-def test_the_real_sentences_fit(data_dir):
-    data = load_snips(data_dir / "snips", "test")
-    assert (len(data), data.num_classes, data.facts["num_slots"]) == (700, 7, 72)
-    x, y = data.batch(range(0, 700, 50))
-    assert bool(((y[:, 1:] != -100).sum(1) > 0).all())
-    assert x.shape[2] == y.shape[1] - 1
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*seq\.in: No such file"):
-        load_snips(tmp_path, "train")
-
-
-@pytest.mark.text
 @pytest.mark.parametrize("variant", [[], ["regularizers=[]", "optimizer.kind=sam", "model.arguments.dropout=0.1"]])
-def test_the_text_recipe_trains_and_resumes(sentences, monkeypatch, tmp_path, variant):
+def test_the_text_recipe_trains(sentences, monkeypatch, variant):
     monkeypatch.setenv("EQUIPOISE_DATA", str(sentences.parent))
-    recipe = read_recipe("text-snips", [*TINY, *variant])
-    whole = run_recipe(recipe)
-    assert {"accuracy", "slot_f1", "slot_accuracy", "sentence_accuracy"} <= set(whole.final)
-    if not variant:
-        return  # resuming has more to keep with dropout and two passes a step
-
-    class Stop(BaseException):
-        pass
-
-    def stop(event):
-        if event.step == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        run_recipe(recipe, tmp_path / "run", progress=stop)
-    again = run_recipe(recipe, tmp_path / "run")
-    assert again.final["train_loss"] == whole.final["train_loss"]
-    a, b = whole.model.state_dict(), again.model.state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    result = run_recipe(read_recipe("text-snips", [*TINY, *variant]))
+    assert {"accuracy", "slot_f1", "slot_accuracy", "sentence_accuracy"} <= set(result.final)

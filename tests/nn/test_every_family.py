@@ -158,9 +158,8 @@ def test_training_to_break_it_finds_no_violation(name, kind):
         direction = direction.grad
     layer.eval()
     plain = eq.export(layer, x)
-    assert jacobian_norm(plain.double(), x[0].double()) <= plain.certificate.upper * (
-        1 + 1e-12
-    )  # the rounding of the measurement
+    # the rounding of the measurement
+    assert jacobian_norm(plain.double(), x[0].double()) <= plain.certificate.upper * (1 + 1e-12)
     assert plain.certificate.upper <= 1 + 1e-6
 
 

@@ -207,15 +207,6 @@ def test_logits_near_the_end_of_float32_do_not_overflow(name):
     assert bool(torch.isfinite(z.grad).all())
 
 
-@pytest.mark.parametrize("name", [n for n in sorted(losses.LOSSES) if n != "cross_entropy"])
-def test_a_loss_beyond_float32_still_has_a_gradient(name):
-    z = torch.tensor([[-3e38, 3e38, 0.0]], requires_grad=True)
-    loss = losses.LOSSES[name](z, torch.tensor([0]), **({"epsilon": 1.0} if name in losses.MARGIN_LOSSES else {}))
-    assert not math.isnan(loss.item())
-    loss.backward()
-    assert bool(torch.isfinite(z.grad).all())
-
-
 SCORES = torch.tensor([[1.0, 0.25, -2.0], [-0.5, 0.75, 0.5], [0.0, 0.0, 0.0]])
 LABELS = torch.tensor([0, 1, 2])
 
@@ -251,20 +242,3 @@ def test_two_distributions_are_told_apart_by_at_most_their_distance():
     assert float(kr(x, y, "none").double().mean()) == pytest.approx(float(kr(x, y)), abs=1e-5)
     assert float(hkr(x, y, alpha=0.4)) == pytest.approx(0.4 * float(hinge(x, y)) - 0.6 * float(kr(x, y)), abs=1e-6)
     assert float(kr(x[:5], y[:5])) == 0  # one side only: no difference to speak of
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: kr(torch.zeros(2), torch.tensor([1, 2])),
-        lambda: kr(torch.zeros(3), torch.tensor([1, 0, -1])),
-        lambda: kr(torch.zeros(0), torch.zeros(0)),
-        lambda: hkr(SCORES, LABELS.float()),
-        lambda: hkr(SCORES, LABELS, alpha=math.nan),
-        lambda: hkr(SCORES, LABELS, margin=0),
-        lambda: hkr(SCORES, LABELS, reduction="most"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_makes_no_sense_is_refused(call):
-    with pytest.raises(InputError):
-        call()

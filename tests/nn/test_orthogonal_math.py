@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nn_parts import exported, method, raw
 from torch import nn
-from torch.nn import functional
 
 import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn.orthogonal.cayley import cayley
-from equipoise.nn.orthogonal.frequency import isometry_bound
-from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal, scaled_steps, two_taps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms import operator_matrix, reference_norm
 
@@ -44,10 +41,16 @@ def test_orthonormal_is_the_polar_factor(m: int, n: int, seed: int) -> None:
         torch.testing.assert_close(orthonormal(W), U @ Vh, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("nearly", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4, 4), (1, 1), (130, 140)])
-def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(shape: tuple[int, ...]) -> None:
+def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(
+    shape: tuple[int, ...], nearly: bool
+) -> None:
     g = torch.Generator().manual_seed(0)
     W, direction = torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    if nearly:  # as an optimizer keeps it: the last step is enough
+        U, _, Vh = torch.linalg.svd(W, full_matrices=False)
+        W = U @ Vh + 1e-9 * W
     W.requires_grad_()
     stepped = by_steps(W.mT, CONVERGING).mT if shape[-2] > shape[-1] else by_steps(W, CONVERGING)
     torch.testing.assert_close(orthonormal(W), stepped, rtol=0, atol=1e-8)
@@ -89,37 +92,6 @@ def test_derivatives_do_not_miss_the_last_step(kind: type[nn.Module], shape: tup
     start = (raw(layer).detach() + 0.1 * torch.randn_like(raw(layer))).requires_grad_()
     assert torch.autograd.gradcheck(method(layer), start, atol=1e-5)
     assert torch.autograd.gradgradcheck(method(layer), start, atol=1e-4)
-
-
-def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() -> None:
-    sigma = torch.logspace(-4, 0, 500, dtype=torch.float64)
-    for alpha in scaled_steps():
-        assert alpha <= math.sqrt(3)
-        sigma = alpha * sigma * (3 - (alpha * sigma) ** 2) / 2
-        assert bool((sigma <= 1 + 1e-12).all())
-    assert float(sigma.min()) > 1 - 1e-4
-
-
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
-def test_isometry_bound_is_an_upper_bound_for_any_matrices(n: int, m: int, seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    W = torch.randn(3, m, n, generator=g, dtype=torch.complex64)
-    assert bool((isometry_bound(W) >= torch.linalg.matrix_norm(W.to(torch.complex128), 2)).all())
-
-
-def test_cayley_is_an_isometry_for_complex_blocks() -> None:
-    X, Y = torch.randn(2, 4, 4, dtype=torch.complex128), torch.randn(2, 3, 4, dtype=torch.complex128)
-    A, B = cayley(X, Y)
-    torch.testing.assert_close(A.mH @ A + B.mH @ B, torch.eye(4, dtype=torch.complex128).expand(2, 4, 4))
-
-
-def test_two_taps_is_a_convolution_with_the_projection_kernel() -> None:
-    K, P = torch.randn(1, 3, 4, 2, 3, dtype=torch.float64), torch.randn(1, 4, 4, dtype=torch.float64)
-    two = torch.stack([P[0], torch.eye(4, dtype=torch.float64) - P[0]], -1)[:, :, :, None]  # taps along the height
-    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
-    apart = functional.conv2d(functional.conv2d(x, two), K[0])
-    torch.testing.assert_close(functional.conv2d(x, two_taps(K, P, 3)[0]), apart)
 
 
 @pytest.mark.parametrize(("angle", "terms"), [(1.0, 4), (0.5, 2), (3.0, 8), (math.pi, 12), (1.0, 1)])
@@ -181,18 +153,6 @@ def test_errata_7_an_orthogonal_kernel_of_the_circle_is_no_contraction_among_zer
     assert ours <= 1 + 1e-5
 
 
-def test_bcop_is_orthogonal_at_every_frequency_and_a_contraction_on_3x3() -> None:
-    torch.manual_seed(0)
-    layer = o.BCOPConv2d(4, 4, 3, padding=1, bias=False, dtype=torch.float64).eval()
-    K = layer.weight.detach()
-    for omega in torch.rand(20, 2, dtype=torch.float64) * 2 * math.pi:
-        phase = torch.exp(-1j * (omega[0] * torch.arange(3)[:, None] + omega[1] * torch.arange(3)))
-        s = torch.linalg.svdvals((K * phase).sum((2, 3)))
-        assert float(s.max()) <= 1
-        assert float(s.min()) >= 1 - 1e-9
-    assert reference_norm(layer, (4, 3, 3)) <= 1
-
-
 def test_rko_reaches_its_bound() -> None:
     """The factor 1/√overlap cannot be smaller: a constant kernel attains 1."""
     layer = o.RKOConv2d(1, 1, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
@@ -229,15 +189,3 @@ def test_the_proof_does_not_rest_on_the_eigenvectors(error, monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "eigh", wrong)
     assert float(torch.linalg.matrix_norm(orthonormal(W).double(), 2)) <= 1
-
-
-@pytest.mark.parametrize("name", ["Cayley", "BRO"])
-def test_layers_have_forward_derivatives_and_vectorise(name: str) -> None:
-    torch.manual_seed(0)
-    layer, x = getattr(o, f"{name}Conv2d")(2, 2, 3, padding=1).double(), torch.randn(3, 2, 4, 5, dtype=torch.float64)
-    moved = torch.randn_like(x)
-    y, forward = torch.func.jvp(layer, (x,), (moved,))
-    outer = torch.randn_like(y)
-    (backward,) = torch.autograd.grad(layer(x.requires_grad_()), x, outer)
-    torch.testing.assert_close((forward * outer).sum(), (backward * moved).sum())
-    torch.testing.assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), y)

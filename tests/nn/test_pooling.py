@@ -65,16 +65,6 @@ def test_overlap_is_refused(make):
         make()
 
 
-def test_the_refusal_names_the_true_constant():
-    with pytest.raises(Refused, match="√4"):
-        MaxPool2d(3, 2)
-
-
-def test_bad_sizes():
-    with pytest.raises(InputError, match="do not fit"):
-        PadChannels(2)(torch.zeros(1, 3, 2, 2))
-
-
 @pytest.mark.parametrize("shape", [(5, 4), (3, 4, 2, 3)])
 def test_batch_centering_in_training_is_a_projection_of_the_batch(shape):
     layer = BatchCentering(4, dtype=torch.float64)

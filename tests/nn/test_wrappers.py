@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_parts import jacobian_norm, method, worst_ratio
+from nn_parts import jacobian_norm, worst_ratio
 from torch import nn
 from torch.nn.utils import parametrize
 
-from equipoise.conversion import export
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.maps import Geometry
 from equipoise.nn import ConvexResidual, Lipschitz, MaxPool2d, SpaceToDepth, SRConv2d, SRLinear, known_constant
-from equipoise.nn.activations import Contracted, MaxMin
+from equipoise.nn.activations import MaxMin
 from equipoise.nn.parametrize import Parametrization
 
 
@@ -30,13 +29,6 @@ def test_the_constant_reaches_a_network_that_was_built_before(k):
     assert k * (1 - 1e-6) <= bound <= k * (1 + 1e-6)
     assert known_constant(net) == k
     assert torch.allclose(net(x[None]), k * built(x[None]))
-
-
-def test_weighted_layers_are_scaled_as_a_whole():
-    torch.manual_seed(0)
-    net = Lipschitz(5.0, nn.Sequential(SRLinear(6, 6), nn.ReLU(), SRLinear(6, 4))).eval()
-    assert worst_ratio(net, (6,), torch.float32) <= 5
-    assert lipschitz_bound(export(net), torch.zeros(1, 6)).upper <= 5 * (1 + 1e-5)
 
 
 def test_nesting_does_not_multiply():
@@ -71,32 +63,10 @@ class TenLinear(SRLinear):
         return 10 * super().forward(x)
 
 
-class TenWeights(SRConv2d):
-    def _conv_forward(self, *args):
-        return 10 * super()._conv_forward(*args)
-
-
-def patched_inside():
-    layer = SRLinear(2, 2)
-    method(layer).construct = lambda raw: 10 * raw
-    return layer
-
-
 def patched():
     layer = SRLinear(2, 2)
     layer.forward = lambda x: 10 * x
     return layer
-
-
-def hooked_method():
-    layer = SRLinear(2, 2)
-    method(layer).register_forward_hook(lambda module, args, output: 10 * output)
-    return layer
-
-
-class TenCalls(SRLinear):
-    def __call__(self, x):
-        return 10 * super().__call__(x)
 
 
 def other_stride():
@@ -116,20 +86,7 @@ def ten_times(self, raw):
     return 10 * raw
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        TenSorts,
-        lambda: TenLinear(2, 2),
-        lambda: TenWeights(2, 2, 1),
-        lambda: TenCalls(2, 2),
-        patched,
-        patched_inside,
-        hooked_method,
-        other_stride,
-        unsound,
-    ],
-)
+@pytest.mark.parametrize("make", [TenSorts, lambda: TenLinear(2, 2), patched, other_stride, unsound])
 def test_a_changed_forward_does_not_inherit_the_claim(make):
     assert known_constant(make()) is None
     assert known_constant(nn.Sequential(MaxMin(), make())) is None
@@ -164,36 +121,11 @@ def test_one_attribute_states_both_claims():
     assert lipschitz_bound(nn.Sequential(both, nn.ReLU()).eval(), torch.zeros(1, 3)).layers[0].kind == "Both"
 
 
-#: modules that claim what their calls do not keep, or in no number
-VOID = {
-    "another forward": lambda: type("Other", (Half,), {"forward": lambda self, x: 9 * x})(),
-    "another constant": lambda: type("Other", (Half,), {"lipschitz_upper": by_construction(0.1)})(),
-    "another part of the class": lambda: type("Other", (MaxPool2d,), {"_constant": lambda self: 0.1})(2),
-    "a method for the weights only": lambda: type(
-        "Other",
-        (Half,),
-        {"forward": lambda self, x: 9 * x, "lipschitz_upper": lambda self, shape: Bound(9.0, Kind.UPPER)},
-    )(),
-}
-
-
-@pytest.mark.parametrize("name", VOID)
-def test_a_claim_holds_for_the_class_that_makes_it(name):
-    assert known_constant(VOID[name]()) is None
-
-
 @pytest.mark.parametrize("value", [float("nan"), -1.0, Bound(1.0, Kind.LOWER), Bound(1.0, Kind.ESTIMATE)])
 def test_a_constant_by_construction_is_an_upper_bound(value):
     module = type("Odd", (nn.Module,), {"forward": lambda self, x: x, "lipschitz_upper": by_construction(value)})()
     with pytest.raises((InputError, Refused)):
         known_constant(module)
-
-
-def test_a_contracted_activation_that_is_changed_later_voids_the_constant():
-    act = Contracted(nn.LeakyReLU(2.0))
-    assert known_constant(act) == 1.0
-    act.activation.negative_slope = 8.0
-    assert known_constant(act) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(

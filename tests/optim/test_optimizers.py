@@ -60,6 +60,25 @@ def test_muon_is_torchs_on_matrices():
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (3, 6, 4), (2, 1, 5, 5)])
+def test_muon_keeps_stacks_of_matrices_orthonormal_and_finds_the_nearest(shape):
+    W, noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    U, _, Vh = torch.linalg.svd(W, full_matrices=False)
+    target = U @ Vh
+    U, _, Vh = torch.linalg.svd(target + 0.2 * noise, full_matrices=False)
+    p = nn.Parameter(U @ Vh)
+    optimizer = Muon([{"params": [p], "orthonormal": True}], momentum=0.9)
+    assert (p - target).abs().max() > 0.1
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 200)
+        optimizer.zero_grad()
+        (p - target).square().sum().backward()
+        optimizer.step()
+        gram = p.mT @ p if shape[-2] > shape[-1] else p @ p.mT
+        torch.testing.assert_close(gram, torch.eye(min(shape[-2:])).expand_as(gram), rtol=0, atol=1e-5)
+    assert (p - target).abs().max() < 0.02
+
+
 def test_muon_says_which_torch_it_needs(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(InputError, match=r"from 2\.9 on"):

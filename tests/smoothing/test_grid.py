@@ -44,17 +44,6 @@ def test_thresholds_are_the_distribution_function_to_64_bits(grid: Grid):
     assert law.lowest * -1 / (grid.cells * grid.sigma) > 8.9, "nothing is cut off before 2^-64"
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=IDS)
-def test_the_guide_agrees_with_the_thresholds(grid: Grid):
-    law, rng = grid.law, np.random.default_rng(0)
-    words = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
-    value = np.searchsorted(law.thresholds, words, side="right") + law.lowest
-    guide = law.guide[(words >> np.uint64(48)).astype(np.int64)]
-    known = ~np.isnan(guide)
-    assert np.array_equal(guide[known], value[known])
-    assert known.mean() > 0.5
-
-
 def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
     expected = p * counts.sum()
     return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(p) - 1))
@@ -175,14 +164,6 @@ def test_eight_bit_inputs_get_exact_noise_by_default_and_others_do_not():
     assert plain.noise == "float"
     with pytest.raises(Refused, match="beside"):
         exactly.predict(x + 0.001)
-
-
-def test_the_grid_and_floats_agree_on_an_ordinary_network():
-    x = images(6)
-    radii = [
-        SmoothedClassifier(Mean().eval(), 0.25, 2, noise=k, seed=5).certify(x, n=4000).radius for k in ("grid", "float")
-    ]
-    assert np.abs(radii[0] - radii[1]).max() < 0.05
 
 
 def test_variation_and_distance_are_subtracted():

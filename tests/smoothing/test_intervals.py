@@ -33,18 +33,6 @@ def test_exact_coverage_by_enumeration(name, alpha):
             assert ((pmf * covered).sum(axis=1) >= 1 - alpha - 1e-12).all()
 
 
-def test_clopper_pearson_is_not_wasteful():
-    """The bound is the sharp one: at its own end the tail is α, up to the safety margin."""
-    for k, n, alpha in [(1, 10, 0.05), (99, 100, 0.001), (100, 100, 0.001), (500, 1000, 1e-4)]:
-        low = float(clopper_pearson(k, n, alpha, "lower"))
-        tail = slow.binomial_tail(k, n, low)
-        assert alpha * (1 - 1e-8) <= tail <= alpha
-    for k, n in [(0, 20), (3, 20)]:
-        up = float(clopper_pearson(k, n, 0.01, "upper"))
-        tail = 1 - slow.binomial_tail(k + 1, n, up)
-        assert 0.01 * (1 - 1e-8) <= tail <= 0.01
-
-
 def test_clopper_pearson_large_and_extreme():
     low = clopper_pearson([0, 1, 99_999, 100_000], 100_000, 1e-3, "lower")
     assert low[0] == 0
@@ -99,17 +87,6 @@ def test_the_gambler_is_never_too_lucky():
         rich = wealth(x, bet_sizes(x, goal), np.full((reps, 1), MEANS[law])).max(axis=1) >= np.log(1 / alpha)
         assert rich.sum() <= stats.binom.ppf(1 - 1e-6, reps, alpha)
         assert rich.mean() > alpha / 10, "and the bets are not idle"
-
-
-def test_betting_beats_bernstein_on_smooth_scores():
-    rng = np.random.default_rng(6)
-    x = rng.beta(20, 2, (20, 2000))
-    low = betting(x, 1e-4, "lower")
-    bernstein = empirical_bernstein(x.mean(axis=1), x.var(axis=1, ddof=1), 2000, 1e-4, "lower")
-    gain = (x.mean(axis=1) - bernstein) / (x.mean(axis=1) - low)
-    assert gain.min() > 1.1
-    assert betting(np.ones(500), 0.01, "lower") > 0.97
-    assert betting(np.zeros(500), 0.01, "lower") == 0
 
 
 def test_the_thesis_variance_undercovers():

@@ -68,9 +68,8 @@ def test_the_ellipsoid_is_certified_and_the_ball_is_what_is_reported(channel, no
 def test_a_lipschitz_constant_is_stretched():
     """In the coordinates of round noise the network is σ_max/σ_min times as steep: without it the radius is too large."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2, bias=False)).eval().requires_grad_(False)
-    net[1].weight.copy_(
-        torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]) / 2**0.5
-    )  # 1-Lipschitz; moves along the first channel
+    # 1-Lipschitz; moves along the first channel
+    net[1].weight.copy_(torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]) / 2**0.5)
     x = torch.tensor([-0.3, 0, 0]).reshape(1, 3, 1, 1)
     from equipoise.smoothing import SimplexMap
 
@@ -99,12 +98,6 @@ def test_equal_levels_are_one_level_and_runs_keep_them(tmp_path):
         certify(net, (x, y), run_dir=tmp_path / "c", sigma=[0.5, 0.125, 0.5], n=300, seed=0)
 
 
-def test_the_command_takes_one_level_per_channel(equipoise, tmp_path):
-    ran = equipoise("certify", "torch.nn:Flatten", "--data", "digits", "--sigma", "0.25,x")
-    assert ran.code != 0
-    assert "one per channel" in f"{ran.err} {ran.error}"
-
-
 @pytest.mark.parametrize(
     ("sigma", "kind", "words"),
     [
@@ -123,18 +116,6 @@ def test_levels_that_are_refused(sigma, kind, words):
     for make in (Levels.of, lambda s: SmoothedClassifier(Plane(0).eval(), s, 2)):
         with pytest.raises(kind, match=words):
             make(sigma)
-
-
-def test_as_many_levels_as_channels(tmp_path):
-    with pytest.raises(InputError, match="3 noise levels"):
-        SmoothedClassifier(Plane(0).eval(), LEVELS, 2, noise="float").certify(torch.zeros(1, 2, 4, 4), n=100)
-    with pytest.raises(InputError, match="3 noise levels"):
-        certify(
-            Plane(0).eval(),
-            (torch.zeros(1, 2, 4, 4), torch.zeros(1, dtype=torch.int64)),
-            run_dir=tmp_path,
-            sigma=LEVELS,
-        )
 
 
 def test_answers_use_the_noise_of_the_run(equipoise, tmp_path, monkeypatch):

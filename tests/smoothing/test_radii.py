@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 import smoothing_references as slow
@@ -103,29 +101,6 @@ def test_only_upper_bounds_get_in():
     ):
         with pytest.raises(InputError):
             call()
-
-
-def test_arrays_broadcast():
-    p1, constants = np.array([[0.9], [0.8]]), np.array([0.5, 1.0, np.inf])
-    result = radius_multi_lipschitz(p1, 0.05, 0.5, constants)
-    assert result.shape == (2, 3)
-    for i in range(2):
-        for j in range(3):
-            assert result[i, j] == pytest.approx(float(radius_multi_lipschitz(p1[i, 0], 0.05, 0.5, constants[j])))
-
-
-def test_millions_of_values_at_a_bounded_multiple_of_the_quantile():
-    rng = np.random.default_rng(3)
-    p1 = rng.uniform(0.5, 1, 400_000)
-    p2 = 1 - p1
-    ratios = []
-    for _ in range(5):
-        start = time.perf_counter()
-        radius_multi_lipschitz(p1, p2, 0.5, 1.0)
-        middle = time.perf_counter()
-        ndtri(p1), ndtri(p2)
-        ratios.append((middle - start) / (time.perf_counter() - middle))
-    assert np.median(ratios) <= 30, "the goal is 20, measured by the benchmark; this is the alarm"
 
 
 @pytest.mark.filterwarnings("error")

@@ -8,7 +8,6 @@ from torch import nn
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, Stream, certify_counts, certify_scores
 from equipoise.smoothing.classifier import predict_counts, require_rowwise
-from equipoise.smoothing.noise import noise_key
 from equipoise.smoothing.simplex import apply_map, choose_map, map_grid
 
 
@@ -73,16 +72,6 @@ def test_streams_and_chunks_are_independent(classifier):
     assert correlation.abs().max() < 0.45  # 100 draws each: 4.5 standard errors
 
 
-def test_keys_tell_everything_apart():
-    keys = {
-        noise_key(seed, name, s, c) for seed in (0, 1) for name in (7, "7", "7/1") for s in Stream for c in range(500)
-    }
-    assert len(keys) == 2 * 3 * len(Stream) * 500
-    assert min(k.bit_length() for k in keys) > 100
-    with pytest.raises(InputError):
-        noise_key(0, 0, Stream.SELECTION, -1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_gaussian_of_the_right_size(dtype):
     class Identity(nn.Module):
@@ -105,11 +94,6 @@ def test_memory_and_batches_are_constant_in_n():
     smooth.certify(_points(0.3), n0=64, n=6400, procedure="cohen")
     assert model.largest == 64
     assert model.calls == 103  # two more before the first: does a row depend on the others?
-
-
-def test_caller_is_left_outside_inference_mode(classifier):
-    for _ in classifier.logits(torch.zeros(3), 100, input_id=0, stream=Stream.SELECTION):
-        assert not torch.is_inference_mode_enabled()
 
 
 def test_hard_procedures_equal_certify_counts(classifier):

@@ -14,9 +14,9 @@ SHRUNK = {
     "bronet": _RESIDUAL,
     "lipschitz_cnn": ["channels=[4,8]", "depths=[1,1]", "hidden=16"],
 }
-PAPER = [name for name in bundled() if name.endswith(("cifar10", "cifar100", "tinyimagenet"))]
+PAPER = [name for name in bundled() if name.endswith(("cifar10", "cifar100", "tinyimagenet", "-generated"))]
 #: file of the recipes → (classes, side)
-FILES = {"cifar10-full": (10, 32), "cifar100": (100, 32), "tinyimagenet": (200, 64)}
+FILES = {"cifar10-full": (10, 32), "cifar10-generated": (10, 32), "cifar100": (100, 32), "tinyimagenet": (200, 64)}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.train import bundled, read_recipe, run_recipe
+from equipoise.train import build_data, bundled, read_recipe, run_recipe
 
 GOOD = """
 model:
@@ -179,3 +179,25 @@ def test_a_recipe_extends_a_bundled_one(written):
     assert base.published
     assert not mine.published
     assert not mine.description
+
+
+def test_every_epoch_draws_other_extra_examples_in_the_ratio_asked_for(tmp_path, small):
+    x = np.full((40, 8, 8), 255, np.uint8)
+    np.savez(tmp_path / "white.npz", x_train=x, y_train=np.arange(40) % 10)
+    extra = {"extra": str(tmp_path / "white.npz"), "extra_ratio": 0.5}
+    parts = build_data(small(data={"path": "digits", "limit": 60, **extra}).data)
+    plain = build_data(small(data={"path": "digits", "limit": 60}).data)
+    assert len(parts.train) == 90
+    assert parts.fingerprint() != plain.fingerprint()
+    drawn = []
+    for epoch in range(2):
+        order = parts.train.order(0, epoch)
+        x, y = parts.train.batch(order)
+        white = (x == 1).flatten(1).all(1)
+        assert (int(white.sum()), len(x), len(y)) == (30, 90, 90)
+        assert sorted(order[order < 60].tolist()) == list(range(60))
+        drawn.append(order[order >= 60].tolist())
+    assert sorted(drawn[0]) != sorted(drawn[1])
+    np.savez(tmp_path / "wide.npz", x_train=np.zeros((40, 9, 9), np.uint8), y_train=np.arange(40) % 10)
+    with pytest.raises(InputError, match="one network cannot take both"):
+        build_data(small(data={"path": "digits", "extra": str(tmp_path / "wide.npz")}).data)

@@ -27,6 +27,7 @@ KINDS = {
     "sam": {"optimizer": {"kind": "sam", "lr": 0.05}},
     "asam-adamw": {"optimizer": {"kind": "asam", "base": "adamw", "lr": 0.01}},
     "noise": {"noise": {"kind": "gaussian", "sigma": 0.1}, "data": {"path": "digits", "limit": 160, "augment": ["pad-crop"]}},
+    "extra": {"data": {"path": "digits", "limit": 96, "test_limit": 60, "extra": "digits", "extra_ratio": 0.7}},
     "consistency": {"noise": {"kind": "consistency", "sigma": 0.1}},
     "spectral": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
     "spectral-gram": {"regularizers": [{"kind": "spectral", "bound": "gram", "weight": 0.1}]},
@@ -39,7 +40,13 @@ KINDS = {
         "loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.5, "start": 0.1, "ramp": 0.8},
         "optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 3},
     },
-    "muon": {"optimizer": {"kind": "muon", "lr": 0.01}},
+    "muon": {
+        "optimizer": {"kind": "muon", "lr": 0.01}, "ema": 0.9, "precision": "bf16",
+        "model": {
+            "factory": "equipoise.nn.models:lipschitz_cnn",
+            "arguments": {"channels": [4], "depths": [1], "hidden": 12, "dense": "bcop"},
+        },
+    },
 }  # fmt: skip
 
 

@@ -228,11 +228,18 @@ class Sharpness(_Measured):
 
 
 def sharpness(
-    hessian: LossHessian, *, radius: float = 0.05, steps: int = 20, restarts: int = 2, seed: int = 0
+    hessian: LossHessian,
+    *,
+    radius: float = 0.05,
+    steps: int = 20,
+    restarts: int = 2,
+    seed: int = 0,
+    adaptive: bool = False,
 ) -> Sharpness:
     """`max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))` by projected gradient ascent on the whole data set.
 
-    B is `‖Δ‖₂ ≤ radius`. The first start is θ itself (SAM's direction, Foret et al. 2021), the others are random.
+    B is `‖Δ‖₂ ≤ radius`, or `‖Δ/|θ|‖₂ ≤ radius` (Kwon et al. 2021), which does not change where neurons of a ReLU network are
+    rescaled. The first start is θ itself (SAM's direction, Foret et al. 2021), the others are random.
 
     Args:
         hessian: the operator.
@@ -240,6 +247,7 @@ def sharpness(
         steps: of the ascent.
         restarts: starting points.
         seed: of the random starting points.
+        adaptive: measure Δ relative to the size of each parameter.
 
     >>> import torch
     >>> from torch import nn
@@ -256,17 +264,18 @@ def sharpness(
     rng = np.random.default_rng(seed)
     base = hessian.value()
     best = base
+    # the ascent is on Δ divided by this scale
+    scale = hessian.theta.abs().cpu().double().numpy() if adaptive else np.ones(hessian.size)
     for start in range(restarts):
         delta = np.zeros(hessian.size)
-        if start > 0 or not np.any(
-            hessian.gradient(delta)
-        ):  # at a stationary point any direction does
+        # at a stationary point any direction does
+        if start > 0 or not np.any(scale * hessian.gradient(delta)):
             delta = _inside(rng.standard_normal(hessian.size) * radius, radius)
         for _ in range(steps):
-            best = max(best, hessian.value(delta))
-            slope = hessian.gradient(delta)
+            best = max(best, hessian.value(scale * delta))
+            slope = scale * hessian.gradient(scale * delta)
             delta = _inside(delta + slope * (radius / max(norm(slope), 1e-300)), radius)
-        best = max(best, hessian.value(delta))
+        best = max(best, hessian.value(scale * delta))
     return Sharpness((best - base) / (1 + base), base, best, radius)
 
 

@@ -150,9 +150,8 @@ class L2Attention(nn.Module):
             raise InputError(f"this layer was made for at most {self.context} tokens, got {tokens}")
         q = self.query(x).reshape(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
         tau = self.log_temperature.exp()[:, None, None]
-        scores = tau * (
-            2 * q @ q.mT - q.square().sum(-1)[:, :, None, :]
-        )  # ‖q_i‖² cancels in the softmax
+        # ‖q_i‖² cancels in the softmax
+        scores = tau * (2 * q @ q.mT - q.square().sum(-1)[:, :, None, :])
         if self.causal:
             hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)

@@ -294,9 +294,8 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerBound, ...]]:
         if id(layer) not in memo:
             memo[id(layer)] = _exported(path or "the model", layer).train(layer.training)
             rows.append(_norm(path or "(the model)", layer, memo[id(layer)]))
-    return copy.deepcopy(model, memo), tuple(
-        rows
-    )  # what is in the memo is taken from there, wherever it is used
+    # what is in the memo is taken from there, wherever it is used
+    return copy.deepcopy(model, memo), tuple(rows)
 
 
 def _exported(path: str, layer: nn.Module) -> nn.Module:

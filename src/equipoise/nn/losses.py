@@ -120,9 +120,8 @@ def pair_constants(
     if weight is not None:
         weight = widened(weight)
         classes = len(weight)
-        present, place = y.unique(
-            return_inverse=True
-        )  # a batch has fewer classes than examples: every pair once
+        # a batch has fewer classes than examples: every pair once
+        present, place = y.unique(return_inverse=True)
         distance = _lengths(weight[present][:, None, :] - weight[None])[place]
     elif classes is not None:
         distance = math.sqrt(2) * widened(torch.ones(len(y), classes, device=y.device))
@@ -187,9 +186,8 @@ def _with_bottom(
     j = z.argmax(1)
     lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
     bottom = lifted.masked_fill(one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
-    above = torch.nextafter(
-        bottom.detach(), bottom.new_tensor(math.inf)
-    )  # the sum was rounded, perhaps down
+    # the sum was rounded, perhaps down
+    above = torch.nextafter(bottom.detach(), bottom.new_tensor(math.inf))
     return torch.cat([z, bottom + (above - bottom.detach())], 1)
 
 

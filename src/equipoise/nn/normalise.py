@@ -145,9 +145,8 @@ class UnitRows(Parametrization):
         """The weight: in float64, and shrunk by what rounding may add to the length of a row."""
         wide = raw.double()
         largest = wide.detach().abs().amax(1, keepdim=True)
-        w = wide / torch.where(
-            largest == 0, torch.ones_like(largest), largest
-        )  # squares neither overflow nor vanish
+        # squares neither overflow nor vanish
+        w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)
         squares = w.square().sum(1, keepdim=True)
         margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
         return (

@@ -145,9 +145,8 @@ def _matrix_powers(W: Tensor, t: int) -> _Table:
     """Of matrices `(g, m, n)`, with their Gram matrices in float64."""
     wide = W.double()
     gram = wide.mT @ wide
-    gram = (
-        gram.tril() + gram.tril(-1).mT
-    )  # symmetric to the last bit: weighted row sums are then column sums
+    # symmetric to the last bit: weighted row sums are then column sums
+    gram = gram.tril() + gram.tril(-1).mT
     G, log2, e = _tamed(gram[None], 0.0)
     history = [[W, torch.exp2(-e)]]
     for _ in range(t - 1):

@@ -151,9 +151,8 @@ class Residual(ComputedLayer):
         outer = -2 * self.kernel.grouped(inner).transpose(1, 2).flatten(0, 1)
         if self.kernel.dims:
             outer = outer.flip((2, 3))
-        return self._linear(z, outer).add_(
-            x
-        )  # the sign is in the weight: nothing of x's size is negated
+        # the sign is in the weight: nothing of x's size is negated
+        return self._linear(z, outer).add_(x)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         kernel = self.kernel

@@ -13,6 +13,9 @@ from equipoise.core.errors import InputError
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` for matrices and AdamW at a tenth of the rate for kernels, biases and scales, as one optimizer.
 
+    Groups with `orthonormal=True` hold stacks of matrices `(…, m, n)` that stay orthonormal, as those of BCOP layers: a step of
+    norm about `lr` along the orthogonalised momentum, then three steps `W ← (3/2)W − (1/2)WWᵀW` back.
+
     Args:
         params: parameters or groups, as for any optimizer.
         lr: step size of matrices.
@@ -44,6 +47,8 @@ class Muon(torch.optim.Optimizer):
         #: number of the group, factor of its rate, optimizer of the matrices or of the rest
         self.parts: list[tuple[int, float, torch.optim.Optimizer]] = []
         for i, group in enumerate(self.param_groups):
+            if group.setdefault("orthonormal", False):
+                continue
             decay = group["weight_decay"]
             matrices = [p for p in group["params"] if p.ndim == 2]
             rest = [p for p in group["params"] if p.ndim != 2]
@@ -65,7 +70,29 @@ class Muon(torch.optim.Optimizer):
             )  # one state for all, so that state_dict and load_state_dict are torch's own
             part.param_groups[0]["lr"] = factor * self.param_groups[i]["lr"]
             part.step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if group["orthonormal"] and p.grad is not None:
+                        self._turn(p, p.grad, group["lr"], group["momentum"])
         return loss
+
+    def _turn(self, p: Tensor, gradient: Tensor, lr: float, momentum: float) -> None:
+        average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        average.lerp_(gradient, 1 - momentum)
+        M = gradient.lerp(average, momentum)
+        W = p
+        if p.shape[-2] > p.shape[-1]:
+            W, M = p.mT, M.mT
+        # the five steps of torch.optim.Muon, for stacks of matrices
+        M = (M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(1e-7)).bfloat16()
+        for _ in range(5):
+            A = M @ M.mT
+            M = 3.4445 * M + (-4.7750 * A + 2.0315 * (A @ A)) @ M
+        turned = W - lr * M.to(W.dtype)
+        for _ in range(3):
+            turned = 1.5 * turned - 0.5 * (turned @ turned.mT @ turned)
+        W.copy_(turned)
 
 
 def add_lookahead(

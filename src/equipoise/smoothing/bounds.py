@@ -330,9 +330,8 @@ def two_sided(
         smoothness: Lipschitz constants of the scores.
     """
     lower = noise.below(lower)
-    cap = np.minimum(
-        complement(lower) + 1e-9, 1.0
-    )  # soft scores sum to 1 up to rounding (checked where they come in)
+    # soft scores sum to 1 up to rounding (checked where they come in)
+    cap = np.minimum(complement(lower) + 1e-9, 1.0)
     worst = noise.above(np.where(partition.present()[:, 1:], upper, 0.0).max(axis=1))
     top = np.where(partition.buckets > 2, np.minimum(worst, cap), cap)
     return Bounds(lower, top, radius_multi_lipschitz(lower, top, noise.sigma, smoothness.component))

@@ -116,15 +116,13 @@ class SmoothedClassifier:
         buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
-            with (
-                torch.inference_mode()
-            ):  # not around the yield: the mode would leak into the caller
+            # not around the yield: the mode would leak into the caller
+            with torch.inference_mode():
                 noisy = law.fill(buffer, x, key).to(x.dtype)
                 out = self._answer(noisy)
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
-                out = (
-                    out.clone()
-                )  # the model handed its input back, and the buffer is about to be overwritten
+                # the model handed its input back, and the buffer is about to be overwritten
+                out = out.clone()
             rows = min(self.chunk_size, n - chunk * self.chunk_size)
             yield self._finite(out[:rows], input_id)
 

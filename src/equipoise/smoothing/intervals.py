@@ -184,9 +184,8 @@ def _around(
     mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]
 ) -> Floats | Pair:
     """Mean ± shift, widened by the rounding of a float64 mean of n terms, and clipped to [0, 1]."""
-    rounding = 2.0**-52 * (
-        np.log2(n) + 8
-    )  # pairwise or blocked sums; plain ones carry their error in `Moments`
+    # pairwise or blocked sums; plain ones carry their error in `Moments`
+    rounding = 2.0**-52 * (np.log2(n) + 8)
 
     def lower(a: Floats) -> Floats:
         return np.maximum(mean - shift(a) * (1 + 2.0**-48) - rounding, 0.0)
@@ -264,17 +263,15 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
 
 
 def _above(x: Floats, alpha: Floats) -> Floats:
-    return np.minimum(
-        np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0
-    )  # 1 − x rounds by 2^-54 at most
+    # 1 − x rounds by 2^-54 at most
+    return np.minimum(np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0)
 
 
 def _lower(x: Floats, alpha: Floats) -> Floats:
     goal = np.log(1 / alpha)
     bets = bet_sizes(x, goal[..., None])
-    margin = (
-        1e-12 + 4e-15 * x.shape[-1]
-    )  # rounding of the sum of n logarithms, each below 2 in size
+    # rounding of the sum of n logarithms, each below 2 in size
+    margin = 1e-12 + 4e-15 * x.shape[-1]
     low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
     for _ in range(_STEPS):
         m = (low + high) / 2

@@ -125,10 +125,11 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     half = _WIDTH * np.sqrt(p * (1 - p) / draws) / _density(centre)
     a, b = np.clip(centre - half, low, high), np.clip(centre + half, low, high)
     below, around, above = (np.linspace(0, 1, c + 1) for c in _CELLS)
+    # farther away wider cells do: there is more to spare
     below, above = (
         1 - (1 - below) ** 2,
         above**2,
-    )  # farther away wider cells do: there is more to spare
+    )
     parts = [
         s[:, None] + (e - s)[:, None] * u
         for s, e, u in ((low, a, below), (a, b, around), (b, high, above))

@@ -72,9 +72,8 @@ def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alph
         alpha: risk per input.
     """
     options = [o for o in row.options if n >= 2 or not o.direct]
-    made = {
-        o.partition: o.buckets(selection) for o in options
-    }  # options share their partitions, and a sort takes time
+    # options share their partitions, and a sort takes time
+    made = {o.partition: o.buckets(selection) for o in options}
     partitions = [made[o.partition] for o in options]
     ratings = np.zeros((len(options), len(selection)))
     if len(options) > 1:
@@ -115,9 +114,8 @@ def plan_scores(
     ratings = np.zeros((len(options), len(scores)))
     for half, left_out in halves:
         ranked = half.sum(axis=1)
-        ranked[np.arange(len(mass)), selected] += (
-            mass.sum(axis=1) + 1
-        )  # the class of the whole sample stays in front
+        # the class of the whole sample stays in front
+        ranked[np.arange(len(mass)), selected] += mass.sum(axis=1) + 1
         for rating, option in zip(ratings, options, strict=True):
             partition = option.buckets(ranked)
             moments = Moments.of(bucket_scores(left_out, partition)).scaled(n)

@@ -109,9 +109,8 @@ def class_partition(selection: Floats) -> Partition:
     """
     order = ranking(selection)
     others = np.take_along_axis(selection, order, axis=1)[:, 1:]
-    after = others.sum(axis=1, keepdims=True) - np.cumsum(
-        others, axis=1
-    )  # mass left in M after s = 1 … c − 1 singles
+    # mass left in M after s = 1 … c − 1 singles
+    after = others.sum(axis=1, keepdims=True) - np.cumsum(others, axis=1)
     enough = after <= others[:, :1]
     enough[:, -1] = True
     return Partition(order, 1 + np.argmax(enough, axis=1))

@@ -165,9 +165,8 @@ def _erf_bound(
     if constant == 0 or math.isinf(constant):
         return min(constant, cap)
     scale = factor * constant * sigma
-    if (
-        not 1e-250 < scale / mass < 1e250
-    ):  # the quotient would leave the normal floats; the two limits hold anyway
+    # the quotient would leave the normal floats; the two limits hold anyway
+    if not 1e-250 < scale / mass < 1e250:
         return min(constant, cap)
     return min(constant * math.erf(mass / scale) * _UP, constant, cap)
 

@@ -121,9 +121,8 @@ def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     start = _tabled(float(a[0]), z) if same else _guess(q, z, a)
     x = np.minimum(np.maximum(half - start, half - ceiling), half - floor)
     log_q = np.log(q) if not same else q
-    for _ in range(
-        0 if same else 2
-    ):  # Halley on log H: nearly a parabola in the tail and nearly a line at the centre
+    # Halley on log H: nearly a parabola in the tail and nearly a line at the centre
+    for _ in range(0 if same else 2):
         h, slope, bend, _ = _tail(x, a, False)
         rise = slope / h
         f = np.log(h) - log_q

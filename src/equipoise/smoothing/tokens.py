@@ -79,10 +79,20 @@ def ablation_substitutions(certificates: Certificates, tokens: int, kept: int) -
         tokens: of the sequence, n.
         kept: tokens left in each vote, k.
 
+    Draw the tokens that are left without replacement, and hide the others behind one symbol, here 0:
+
     >>> from equipoise.smoothing import certify_counts
-    >>> votes = certify_counts([99, 1], [9990, 10], sigma=1.0, procedure="cohen")
-    >>> ablation_substitutions(votes, tokens=100, kept=5).tolist()
-    12
+    >>> def votes(classify, sequence, kept, n, seed):
+    ...     draws = torch.randint(2**62, (n, len(sequence)), generator=torch.Generator().manual_seed(seed))
+    ...     left = draws.argsort(1)[:, :kept]
+    ...     ablated = torch.zeros(n, len(sequence), dtype=torch.long).scatter(1, left, sequence[left])
+    ...     return torch.bincount(classify(ablated), minlength=2).numpy()
+    >>> positive = lambda sequences: (sequences.sum(1) > 0).long()
+    >>> sequence = torch.ones(100, dtype=torch.long)
+    >>> counts = (votes(positive, sequence, 5, n, seed) for seed, n in enumerate((100, 10_000)))
+    >>> found = certify_counts(*counts, sigma=1.0, procedure="cohen")
+    >>> int(found.selected), ablation_substitutions(found, tokens=100, kept=5).tolist()
+    (1, 12)
     """
     require_type(certificates, Certificates, "certificates")
     require_number(tokens, "tokens", least=1, whole=True)

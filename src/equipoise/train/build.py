@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import resolve
+from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Document, Model, Optimizer, fill_in
 from equipoise.train.processes import generator
@@ -56,6 +57,39 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Mixed(Part):
+    """A part, and in every epoch `count` examples of another source, drawn anew: generated images."""
+
+    extra: Any
+    count: int
+
+    def __len__(self) -> int:
+        return len(self.indices) + self.count
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The positions of an epoch, shuffled: those of the other source follow the part's own.
+
+        Args:
+            seed: of the recipe.
+            epoch: counted from 0.
+        """
+        source = generator(seed, "extra", epoch)
+        drawn = torch.randint(len(self.extra), (self.count,), generator=source)
+        positions = torch.cat([torch.arange(len(self.indices)), len(self.indices) + drawn])
+        return positions[super().order(seed, epoch)]
+
+    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels at these positions."""
+        own = positions < len(self.indices)
+        batches = [super().batch(positions[own])] if own.any() else []
+        if not own.all():
+            others = (positions[~own] - len(self.indices)) % len(self.extra)
+            batches.append(self.extra.batch(others))
+        x, y = zip(*batches, strict=True)
+        return torch.cat(x), torch.cat(y)
+
+
+@dataclass(frozen=True)
 class Parts:
     """The examples for training, those measured every epoch, and those measured at the end."""
 
@@ -71,10 +105,10 @@ class Parts:
         return ("test", self.test) if self.test is not None else None
 
     def fingerprint(self) -> str:
-        """Of the training split and the test split."""
-        return " ".join(
-            part.source.fingerprint() for part in (self.train, self.test) if part is not None
-        )
+        """Of the training split, what is mixed in, and the test split."""
+        sources = [self.train.source, getattr(self.train, "extra", None)]
+        sources += [] if self.test is None else [self.test.source]
+        return " ".join(source.fingerprint() for source in sources if source is not None)
 
 
 def build_data(data: Data) -> Parts:
@@ -89,6 +123,9 @@ def build_data(data: Data) -> Parts:
             f"data.validation = {data.validation} of {len(order)} examples leaves one part empty"
         )
     train = Part(whole, order[held:].sort().values)
+    if data.extra is not None:
+        extra = _load(data.model_copy(update={"path": data.extra}), data.train, whole)
+        train = Mixed(whole, train.indices, extra, round(data.extra_ratio * len(train)))
     validation = Part(whole, order[:held].sort().values) if held else None
     test = None
     if data.test is not None:
@@ -194,12 +231,16 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise InputError("the network has no parameters to train")
+    turned = orthonormal_parameters(model) if optimizer.kind == "muon" else []
+    trained = [p for p in trained if all(p is not other for other in turned)]
     spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
     decayed = [p for p in trained if all(p is not other for other in spared)]
     groups: list[Document] = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
         {"params": spared, "weight_decay": 0.0},
     ]
+    if turned:
+        groups.append({"params": turned, "orthonormal": True})
     kind: Any = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
     accepted = inspect.signature(kind).parameters
     options: Document = {

@@ -87,7 +87,8 @@ class Data(Part):
 
     `reader` (`package.module:function`) is called as `reader(path, split)` instead of `load_dataset`. `validation` is the part
     of the training split held out and measured every epoch (0: the test split is measured instead); `limit` keeps the first so
-    many examples of a seeded shuffle.
+    many examples of a seeded shuffle. From the training split of `extra`, generated images for instance, every epoch takes
+    `extra_ratio` times as many examples as it has others, drawn anew.
     """
 
     path: str
@@ -98,6 +99,8 @@ class Data(Part):
     validation: Fraction = 0.0
     limit: AtLeastOne | None = None
     test_limit: AtLeastOne | None = None
+    extra: str | None = None
+    extra_ratio: Positive = 1.0
     augment: list[Named] = []
 
 

@@ -9,32 +9,20 @@ from pathlib import Path
 import pytest
 
 from equipoise.core.errors import InputError
-from equipoise_lab.experiments import Context, Label, catalogue, find, reproduce, results
+from equipoise_lab.experiments import Context, Label, catalogue, every, find, reproduce, results
+from equipoise_lab.experiments.page import stored, summary
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 
-SPEC = [
-    "dense-convergence", "dense-error-time", "dense-dimension", "readouts", "conv-kernel", "conv-channels",
-    "conv-input", "resnet18-layers", "zero-padding", "gradient-memory", "bound-factor", "pub-ratio",
-    "reg-histogram", "local-vs-pub", "training-stability", "sr-conditioning", "weierstrass-gradient",
-    "quantile-gradient", "sll-aol-sr", "rs-new-bound", "simplex-mass", "multi-vs-multilip", "mono-vs-multi", "cpm",
-    "bonferroni-counterexample", "lvm-rs", "concentration", "simplex-maps", "variance-hardmax", "reg-accuracy",
-    "hessian-bound", "ad-mlp", "ad-width", "ad-asam", "ad-label-noise", "ad-baek", "ad-montecarlo", "ad-mixer",
-    "ad-text", "imagenet-tables", "rivals-vs-all", "grid-noise", "spectral-control",
-]  # fmt: skip
 IDENTIFIERS = list(catalogue())
-COMMITTED = Path(__file__).parents[3] / "docs" / "experiments" / "results"
+COMMITTED = Path(__file__).parents[3] / "lab" / "results" / "experiments"
 
 
 def data() -> Path | None:
     named = os.environ.get("EQUIPOISE_DATA")
     folder = Path(named) if named else Path(__file__).parents[4] / "shared" / "data"
     return folder if folder.is_dir() else None
-
-
-def test_every_identifier_of_the_list_is_there():
-    assert set(SPEC) <= set(IDENTIFIERS)
 
 
 @pytest.mark.parametrize("identifier", IDENTIFIERS)
@@ -82,6 +70,13 @@ def test_committed_result(identifier: str):
     assert stored is not None, "the committed result has other settings: run `equipoise reproduce` again"
     assert stored.verdict.label is not Label.DRY
     assert experiment.draw(stored.rows).axes
+
+
+def test_the_page_is_that_of_the_committed_results():
+    """`equipoise reproduce -o lab/results/experiments --page docs/experiments/index.md`."""
+    page = COMMITTED.parents[2] / "docs" / "experiments" / "index.md"
+    links = os.path.relpath(COMMITTED, page.parent)
+    assert page.read_text(encoding="utf-8") == summary(stored(every(), COMMITTED), links)
 
 
 @pytest.mark.slow

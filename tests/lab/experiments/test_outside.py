@@ -45,11 +45,16 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_another_package_adds_an_experiment(outside: Path, equipoise, tmp_path: Path):
+def test_another_package_adds_an_experiment_and_a_plan_says_what_would_run(outside: Path, equipoise, tmp_path: Path):
     assert list(catalogue())[-1] == "outside-squares"
-    ran = equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"), "--json")
+    folder = tmp_path / "results"
+    (planned,) = plan([find("outside-squares")], "laptop", 0, None, folder)
+    assert "absent.npz" in planned.action
+    ran = equipoise("reproduce", "outside-squares", "-o", str(folder), "--json")
     assert ran.code == 0
-    assert json.loads((tmp_path / "results" / "outside-squares" / "result.json").read_text())["rows"][-1]["square"] == 4
+    assert json.loads((folder / "outside-squares" / "result.json").read_text())["rows"][-1]["square"] == 4
+    ran = equipoise("reproduce", "outside-squares", "-o", str(folder), "--plan", "--json")
+    assert ran.json[0]["action"] == "keep the stored result"
 
 
 @pytest.mark.parametrize(("name", "look"), [("readouts", lambda: catalogue()), ("squares", lambda: find("squares"))])
@@ -58,16 +63,3 @@ def test_a_taken_name_and_a_name_that_is_not_its_own_are_refused(outside: Path, 
     entries.write_text(f"[equipoise.experiments]\n{name} = outside_squares:EXPERIMENT\n")
     with pytest.raises(InputError, match=name):
         look()
-
-
-def test_a_plan_says_what_would_run(outside: Path, equipoise, tmp_path: Path):
-    experiment = find("outside-squares")
-    (planned,) = plan([experiment], "laptop", 0, None, tmp_path / "results")
-    assert "absent.npz" in planned.action
-    (tmp_path / "absent.npz").touch()
-    (planned,) = plan([experiment], "laptop", 0, tmp_path, tmp_path / "results")
-    assert planned.action == "run"
-    equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"))
-    ran = equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"), "--plan", "--json")
-    assert ran.json[0]["action"] == "keep the stored result"
-    assert "outside-squares" in equipoise("reproduce", "outside-squares", "--plan").out

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,8 +13,8 @@ from equipoise.lipschitz.rules import registry
 from equipoise.testing import run
 from equipoise_lab.fuzz import programs_suite
 from equipoise_lab.fuzz.adversary import Target, Witness, assault, confirmed
-from equipoise_lab.fuzz.networks import Question, Trial, Violation, examine, minimised, script
-from equipoise_lab.fuzz.programs import Program, Statement, runs, shrunk
+from equipoise_lab.fuzz.networks import Question, Trial, examine, minimised, script
+from equipoise_lab.fuzz.programs import Program, Statement
 from equipoise_lab.fuzz.statements import expressions, random_program
 
 ROWS = expressions()
@@ -48,7 +46,6 @@ def forgetful(step):
 
 WRONG = {
     "half of a dense layer": ("aten.linear.default", halved, "self.m0(_); F.relu(_)"),
-    "half of an activation": ("aten.relu.default", halved, "self.m0(_); F.relu(_)"),
     "one term of a sum": ("aten.add.Tensor", forgetful, "F.relu(_ + torch.sin(_)); self.m0(_)"),
     "half of a view": ("aten.flatten.using_ints", halved, "self.m0(_); F.relu(_); _.flatten(1)"),
 }
@@ -96,16 +93,6 @@ def test_an_exception_that_is_no_refusal_is_a_violation(monkeypatch):
     assert "KeyError" in str(verdict.violation)
 
 
-def test_a_script_runs_alone(tmp_path):
-    trial, question = Trial(written("3 * _"), 1), Question("lipschitz_bound(network, example).upper")
-    assert trial.judge(question).violation is None
-    claim = Violation(trial.program, question, 1.0, trial.attack(question).best["l2", "jacobian"])
-    file = tmp_path / "violation.py"
-    file.write_text(script(claim, 1, "by hand").replace(question.text, "1.0"))
-    ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=True)
-    assert "VIOLATED" in ran.stdout
-
-
 def test_rounding_is_no_violation_and_a_millionth_is():
     shift = Trial(written("_ + 1e12; _ - 1e12"), 1).target
     x = torch.zeros(4, dtype=torch.float64)
@@ -127,30 +114,6 @@ def test_attacks_reach_the_norm_of_a_matrix_in_every_norm():
     best = assault(target, points, norms=("l2", "l1", "linf")).best
     for norm, order in (("l2", 2), ("l1", 1), ("linf", float("inf"))):
         assert best[norm, "jacobian"].value == pytest.approx(float(torch.linalg.matrix_norm(W, order)), rel=1e-9)
-
-
-def test_attacks_survive_in_place_operations_that_break_the_gradient():
-    body = (Statement("v0 = torch.tanh(2 * x0)", "v0", "x0"), Statement("v0.mul_(1.5)"))
-    program = Program((), body, ("v0",), ((1, 4),), "float64")
-    points = 1e-3 * torch.randn(4, 4, dtype=torch.float64)
-    best = assault(Target(program.build(), program.inputs), points).best
-    assert best["l2", "jacobian"].value == pytest.approx(3, rel=1e-3)
-
-
-def test_shrinking_keeps_what_matters():
-    program = written("F.relu(_); 2 * _; torch.sin(_); _ + 1; torch.tanh(_)")
-    small = shrunk(program, lambda p: "torch.sin" in p.source)
-    assert [s.text for s in small.body] == ["v2 = torch.sin(x0)"]
-
-
-def test_the_same_seed_writes_the_same_program():
-    texts = {random_program(random.Random(11), ROWS).source for _ in range(2)}
-    assert len(texts) == 1
-    assert random_program(random.Random(12), ROWS).source not in texts
-
-
-def test_programs_run():
-    assert sum(runs(random_program(random.Random(s), ROWS)) for s in range(20)) >= 18
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from equipoise.core import InputError
 from equipoise.testing import find_suite, run
 from equipoise_lab.fuzz import files
 from equipoise_lab.fuzz.files import CANARY, Outcome, judge, opened
@@ -49,24 +48,8 @@ def test_what_it_looks_for_is_found(monkeypatch):
     assert judge("trap", False, "2", Outcome("failed", "Traceback"))
 
 
-def test_more_than_one_line_is_no_sentence(monkeypatch, tmp_path):
-    def raises(folder):
-        raise InputError("one\ntwo")
-
-    monkeypatch.setitem(SUBJECTS, "trap", Subject(careless, raises))
-    assert opened("trap", tmp_path).kind == "failed"
-
-
 @pytest.mark.slow
 def test_the_suite_runs_apart_without_violations():
     report = run(find_suite("files"), seconds=30, seed=11)
     assert report.violations == 0, report.tallies[0].examples
     assert report.comparisons >= 12
-
-
-def test_a_script_shows_its_case(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    SUBJECTS["audit"].make(tmp_path)
-    text = files.script("audit", files._packed(tmp_path), "nothing was changed", "nothing is wrong")
-    exec(compile(text, "script", "exec"), {})
-    assert capsys.readouterr().out.startswith("opened: Audit(")

@@ -37,6 +37,9 @@ def norms(
     repeats: Annotated[
         int, typer.Option(min=1, help="Rounds in which all contestants take turns.")
     ] = 3,
+    device: Annotated[
+        str, typer.Option(help="On cuda: the thesis' timings of GPUs as rows of its tables.")
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Spectral norms: SVD of all frequencies, plain Gram iteration, Ryu, matrix_norm, ARPACK.
@@ -48,9 +51,21 @@ def norms(
 
       equipoise bench norms
       equipoise bench norms --quick --json
+      equipoise bench norms --device cuda
     """
     from equipoise_lab.bench.norms import sections
 
+    if device != "cpu":
+        from equipoise.runs.jobs import usable_device
+        from equipoise_lab.experiments.page import speed_rows
+
+        usable_device(device)
+        rows = list(speed_rows(device))
+        if as_json:
+            emit_json(rows)
+        else:
+            tell("\n".join(rows))
+        return
     _sections(sections(quick, repeats), repeats, as_json)
 
 

@@ -11,6 +11,9 @@ import typer
 from equipoise.cli.consoles import emit_json, messages, print_table, tell
 from equipoise.cli.options import Json
 
+#: the results of this checkout, absent where only the package is installed
+COMMITTED = Path(__file__).parents[3] / "results" / "experiments"
+
 if TYPE_CHECKING:
     from equipoise_lab.experiments import Experiment, Outcome
 
@@ -21,7 +24,10 @@ def reproduce(
         typer.Argument(help='identifiers or places ("Table 5.1") as --list shows them'),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--list", help="show every experiment with its claim")
+        bool,
+        typer.Option(
+            "--list", help="show every experiment with its place, claim and stored verdict"
+        ),
     ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="run every experiment, keeping stored results")
@@ -186,12 +192,14 @@ def _document(outcome: Outcome) -> dict[str, object]:
 
 
 def _list(out: Path, as_json: bool) -> None:
-    """Every experiment with its place in the thesis and the verdicts stored in the folder of results."""
+    """Every experiment with its place in the thesis and its stored verdicts: those of the folder, else those of the checkout."""
     from equipoise_lab.experiments import every
     from equipoise_lab.experiments.page import stored
 
     rows: list[dict[str, Any]] = []
-    for outcome in stored(every(), out):
+    committed = stored(every(), COMMITTED)
+    for own, shipped in zip(stored(every(), out), committed, strict=True):
+        outcome = own if own.result else shipped
         experiment = outcome.experiment
         verdicts = outcome.result.verdicts if outcome.result else ()
         rows.append(
@@ -209,10 +217,9 @@ def _list(out: Path, as_json: bool) -> None:
     if as_json:
         emit_json(rows)
         return
-    verdict = f"verdict in {out}"
     cells = [
         {name: row[name] for name in ("id", "place", "claim")}
-        | {verdict: "\n".join(row["verdicts"]) or "not run"}
+        | {"verdict": "\n".join(row["verdicts"]) or "not run"}
         for row in rows
     ]
     print_table("Experiments of the thesis", cells)

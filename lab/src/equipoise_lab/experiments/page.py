@@ -1,20 +1,38 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from equipoise_lab.experiments.experiment import Experiment, Label, Verdict, flattened
+from equipoise_lab.experiments.experiment import (
+    NEEDS_GPU,
+    Context,
+    Experiment,
+    Label,
+    Verdict,
+    flattened,
+)
 from equipoise_lab.experiments.results import Result, read
-from equipoise_lab.experiments.runner import Outcome
+from equipoise_lab.experiments.runner import Outcome, find
 
 
 def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
     """What a folder of results holds for these experiments, with their settings as they are now; nothing is run."""
-    found = [(experiment, read(experiment, folder / experiment.id)) for experiment in experiments]
-    return [
-        Outcome(e, result, stored=True, failure="" if result else "no stored result")
-        for e, result in found
-    ]
+    outcomes = []
+    for experiment in experiments:
+        result = read(experiment, folder / experiment.id)
+        failure = "" if result else _begun(folder / experiment.id / "cells.jsonl")
+        outcomes.append(Outcome(experiment, result, stored=True, failure=failure))
+    return outcomes
+
+
+def _begun(cells: Path) -> str:
+    """How far a run without a result came."""
+    if not cells.exists():
+        return "no stored result"
+    lines = cells.read_text(encoding="utf-8").splitlines()
+    owner = json.loads(lines[0])
+    return f"begun at {owner['scale']} scale: {len(lines) - 1} parts are stored"
 
 
 INTRODUCTION = (
@@ -48,11 +66,9 @@ def summary(
     lines += [
         _line(result, verdict, f" {result.experiment.place} |") for result, verdict in published
     ]
-    lines += [
-        f"| {o.experiment.id} | {o.experiment.place} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |"
-        for o in missing
-    ]
-    if own:
+    lines += [_missing(o, f" {o.experiment.place} |") for o in missing if not o.experiment.own]
+    own_missing = [_missing(o) for o in missing if o.experiment.own]
+    if own or own_missing:
         lines += [
             "",
             "## Claims of our own",
@@ -61,7 +77,7 @@ def summary(
             "",
             *OWN_HEAD,
         ]
-        lines += [_line(result, verdict) for result, verdict in own]
+        lines += [*(_line(result, verdict) for result, verdict in own), *own_missing]
     chapter = ""
     for result in done:
         if result.experiment.chapter != chapter:
@@ -71,11 +87,33 @@ def summary(
     return "\n".join(lines) + "\n"
 
 
+#: experiments whose claims about speed need a GPU
+SPEEDS = ("conv-kernel", "conv-channels", "conv-input", "dense-error-time")
+
+
+def speed_rows(device: str, names: Sequence[str] = SPEEDS) -> Iterator[str]:
+    """The claims about speed measured on a device, as rows of the table of verdicts; every contestant waits for its result."""
+    yield from HEAD
+    for name in names:
+        experiment = find(name)
+        rows = list(experiment.run(experiment.laptop, Context(device=device)))
+        (speed,) = [verdict for verdict in experiment.verdicts(rows) if verdict.part == "speed"]
+        measured = speed.measured.replace(NEEDS_GPU, f"on {device}")
+        cells = (name, experiment.place, "", _cell(measured), _cell(speed.published))
+        yield f"| {' | '.join(cells)} |"
+
+
 def _line(result: Result, verdict: Verdict, place: str = "") -> str:
     name = result.experiment.id
     part = f", {verdict.part}" if verdict.part else ""
     shown = f"| [{name}](#{name}){part} |{place} **{verdict.label}** |"
     return f"{shown} {_cell(verdict.measured)} | {_cell(verdict.published)} |"
+
+
+def _missing(outcome: Outcome, place: str = "") -> str:
+    experiment = outcome.experiment
+    row = f"| {experiment.id} |{place} not run | {_cell(outcome.failure)} |"
+    return f"{row} {_cell(experiment.published)} |"
 
 
 def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:

@@ -56,9 +56,7 @@ def find(identifier: str) -> Experiment:
     """The experiment of this identifier or of a place like "Table 5.1"; a misspelt one is answered with the nearest."""
     known = catalogue()
     if identifier not in known:
-        matching = [
-            e for e in known.values() if isinstance(e, Experiment) and _is_at(e, identifier)
-        ]
+        matching = at_place(identifier)
         if matching:
             return matching[0]
         hint = did_you_mean(identifier, known) or "; `equipoise reproduce --list` shows all"
@@ -73,6 +71,11 @@ def find(identifier: str) -> Experiment:
     return found
 
 
+def at_place(place: str) -> list[Experiment]:
+    """All experiments of a table or figure."""
+    return [e for e in catalogue().values() if isinstance(e, Experiment) and _is_at(e, place)]
+
+
 def _is_at(experiment: Experiment, place: str) -> bool:
     """Whether the experiment reproduces this table or figure: `Figures 4.6 to 4.9` hold `Figure 4.7`.
 
@@ -82,7 +85,7 @@ def _is_at(experiment: Experiment, place: str) -> bool:
     wanted = re.fullmatch(rf"\s*(table|figure)\s+{_NUMBER}\s*", place, re.IGNORECASE)
     if wanted is None:
         return False
-    kind, chapter, number = wanted[1].lower(), wanted[2], int(wanted[3])
+    kind, chapter, number = wanted[1].lower(), wanted[2].upper(), int(wanted[3])
     for part in re.finditer(r"(Table|Figure)s?([^TF]*)", experiment.place):
         if part[1].lower() != kind:
             continue
@@ -94,9 +97,12 @@ def _is_at(experiment: Experiment, place: str) -> bool:
 
 
 def every(identifiers: Iterable[str] = ()) -> list[Experiment]:
-    """The experiments named, or all of them, in the order of the chapters."""
+    """The experiments named, all of a place, or all there are, in the order of the chapters."""
     wanted = list(identifiers)
-    return [find(name) for name in (wanted or catalogue())]
+    if not wanted:
+        return [find(name) for name in catalogue()]
+    named = {e.id: e for name in wanted for e in (at_place(name) or [find(name)])}
+    return list(named.values())
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,17 @@ LOSSES: dict[str, Callable[[float], dict[str, Any]]] = {
 }
 
 
+#: rows that train the same network in another way: changes of the recipe
+VARIANTS = {
+    "bcop-muon": (
+        "model.arguments.family=bcop",
+        "model.arguments.dense=bcop",
+        "optimizer={kind: muon, lr: 1.2e-2}",
+        "precision=bf16",
+    )
+}
+
+
 @dataclass(frozen=True, order=True)
 class Cell:
     """What is trained."""
@@ -142,7 +153,7 @@ class Cell:
 
     def check(self) -> Cell:
         """Refuse a family or a loss that is not there."""
-        known = (*families(), *PEERS)
+        known = (*families(), *PEERS, *VARIANTS)
         if self.family not in known:
             raise InputError(f"there is no family {self.family!r}; there are {', '.join(known)}")
         if self.loss not in LOSSES:
@@ -184,7 +195,7 @@ def located(data: str) -> str:
 
 
 def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None) -> Recipe:
-    """The training of a cell; only family, loss and seed differ between cells of one board."""
+    """The training of a cell; only family, loss and seed differ between cells of one board, and what `VARIANTS` say."""
     model: dict[str, Any] = {
         "factory": PEERS.get(cell.family, "equipoise.nn.models:lipschitz_cnn"),
         "arguments": {
@@ -209,7 +220,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
         "epochs": epochs, "batch_size": budget.batch_size, "checkpoint_steps": 50,
         "metrics": {"epsilons": [e * budget.epsilon * 255 / 36 for e in EPSILONS], "every": max(1, epochs)},
     }  # fmt: skip
-    return read_recipe(document)
+    return read_recipe(document, VARIANTS.get(cell.family, ()))
 
 
 def _step_seconds(chosen: Recipe, parts: Parts) -> float:

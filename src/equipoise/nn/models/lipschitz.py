@@ -17,7 +17,7 @@ from equipoise.nn.activations import activation as activation_named
 from equipoise.nn.convert import methods
 from equipoise.nn.models.plain import Normalise, Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CayleyLinear
+from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear
 from equipoise.nn.orthogonal.polar import BCOPConv2d
 from equipoise.nn.pooling import PadChannels, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.residual import CPLConv2d, Residual, SLLConv2d, SLLLinear
@@ -254,6 +254,7 @@ def lipschitz_cnn(
     channels: Sequence[int] = (40, 80, 128),
     depths: Sequence[int] = (2, 2, 1),
     hidden: int = 256,
+    dense: str = "cayley",
     activation: str = "abs",
     head: str = "lln",
     mean: Sequence[float] | None = None,
@@ -274,7 +275,8 @@ def lipschitz_cnn(
         family: one of `families()`.
         channels: of the convolutions.
         depths: layers per stage.
-        hidden: width of the dense layers.
+        hidden: width of the dense layer.
+        dense: its method, an orthogonal one: cayley or bcop.
         activation: its name, see `nn.activations.ACTIVATIONS`.
         head: the last layer: sr, aol or lln.
         mean: subtracted per channel, as part of the network.
@@ -291,6 +293,8 @@ def lipschitz_cnn(
             f"channels and depths need one entry per stage, depths ≥ 1, got {channels} and {depths}"
         )
     require_one_of(families(), family=family)
+    require_one_of(("cayley", "bcop"), dense=dense)
+    linear: Any = methods()[dense][nn.Linear]
     act = partial(activation_named, activation)
     layers: list[nn.Module] = [] if mean is None else [Normalise(mean, [1.0] * len(mean))]
     features = in_channels
@@ -298,7 +302,7 @@ def lipschitz_cnn(
         layers += [SpaceToDepth(2), *_stage(family, 4 * features, count, depth, act)]
         features = count
     pixels = height * width // 4 ** len(channels)
-    layers += [nn.Flatten(), CayleyLinear(features * pixels, hidden), act()]
+    layers += [nn.Flatten(), linear(features * pixels, hidden), act()]
     if mirrored:
         layers = [Mirrored(nn.Sequential(*layers))]
     return _network(layers, head, hidden, num_classes, constant)

@@ -47,9 +47,8 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
 def _to_frequencies(x: Tensor, groups: int) -> Tensor:
     """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
     b, channels = x.shape[:2]
-    spectrum = (
-        torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()
-    )  # strided ones are slow
+    # strided ones are slow
+    spectrum = torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()
     return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
 
 

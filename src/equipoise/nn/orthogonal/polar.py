@@ -46,6 +46,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
@@ -56,6 +57,8 @@ from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_cal
 SMALLEST = 1e-4
 
 
+#: raw matrices with `‖WWᵀ − I‖_F` below this are orthonormal up to a step, which squares what is missing
+NEARLY = 1e-4
 #: matrices with at most this many rows take all steps in float64: they cost nothing, and gradients keep their digits
 FEW_ROWS = 128
 
@@ -108,7 +111,8 @@ class Polar(torch.autograd.Function):
     With `WWᵀ = U·diag(s²)·Uᵀ`, a gradient g for Q, `B = gQᵀ`, `S⁻¹ = U·diag(1/s)·Uᵀ` and Y with the entries
     `(Uᵀ(B − Bᵀ)U)_ij/(s_i + s_j)` in the basis U, the gradient for W is `S⁻¹g + (Y − S⁻¹B)Q`: three large products instead of
     four for every step taken. (From `dW = dS·Q + S·dQ` with a skew `dQ·Qᵀ`; the last step has derivative 1 on such dQ.)
-    Higher derivatives go through the steps.
+    Higher derivatives go through the steps. Where the rows of W are orthonormal up to `NEARLY`, as `optim.Muon` keeps them, the
+    last step is enough; U is left out, and the gradient is `g − (B + Bᵀ)/2·Q`.
     """
 
     @staticmethod
@@ -118,6 +122,11 @@ class Polar(torch.autograd.Function):
         scale = torch.where(largest > 0, largest, torch.ones_like(largest))
         W = raw.double() / scale
         gram = W @ W.mT
+        identity = torch.eye(raw.shape[-2], dtype=gram.dtype, device=raw.device)
+        if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
+            Q = last_step(raw, raw.dtype)
+            none = raw.new_empty(0)
+            return Q.to(raw.dtype), Q.to(_precision(raw), copy=True), none, none.clone()
         whole = gram.isfinite().all((-2, -1), keepdim=True)
         squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
         most = squares[..., -1:]
@@ -151,6 +160,8 @@ class Polar(torch.autograd.Function):
             return again
         g = g.to(Q.dtype)
         B = g @ Q.mT
+        if not U.numel():
+            return (g - (B + B.mT) / 2 @ Q).to(raw.dtype)
         C = U.mT @ B @ U
         Y = (C - C.mT) / (s[..., :, None] + s[..., None, :]) - C / s[..., :, None]
         S = (U / s[..., None, :]) @ U.mT
@@ -364,6 +375,16 @@ class BCOP(Parametrization):
         length = 8 * (self.factors + 2) * (max(out, ins) + 8)
         products = length * taps * narrow * unit_roundoff(torch.float64)
         return 1.5 * unit_roundoff(dtype) * math.sqrt(taps * narrow) + products
+
+
+def orthonormal_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all BCOP layers: stacks of matrices `(…, m, n)` that the layers make orthonormal."""
+    return [
+        p
+        for module in model.modules()
+        if isinstance(module, ParametrizationList) and isinstance(module[0], BCOP)
+        for p in module.parameters()
+    ]
 
 
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:

@@ -19,7 +19,7 @@ from equipoise_lab.experiments.experiment import (
     of_module,
 )
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
-from equipoise_lab.experiments.intervals import combined, gain_label, power_of_mean
+from equipoise_lab.experiments.intervals import Mean, gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
 from equipoise_lab.experiments.shared.training import merged
 from equipoise_lab.weierstrass import radius_weak_global
@@ -130,7 +130,11 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """The gain over either rival at every published ε, against the published one, by its interval; a verdict per rival."""
+    """The gain over either rival, averaged over the published ε, against the published one; a verdict per rival.
+
+    Single radii decide nothing where hardly anything is certified. The half width of an average is at most the average of the
+    half widths.
+    """
     table = [r for r in rows if r["published ε"]]
     ours = smoothed.pick(table, method=METHODS[2])
     lines = " · ".join(
@@ -140,8 +144,14 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     for rival in METHODS[:2]:
         found = [smoothed.gain_of(r, rival) for r in ours]
         effects = PUBLISHED_GAINS[rival]
-        label = combined([gain_label(g, e) for g, e in zip(found, effects, strict=False)])
-        text = f"{lines} % ({ours[0]['inputs']} inputs); gain {', '.join(g.signed for g in found)}"
+        mean = Mean(
+            sum(g.value for g in found) / len(found),
+            sum(g.half for g in found) / len(found),
+            ours[0]["inputs"],
+        )
+        label = gain_label(mean, sum(effects) / len(effects))
+        each = ", ".join(g.signed for g in found)
+        text = f"{mean.signed} points on average ({mean.seeds} inputs); {lines} %, gain {each}"
         verdicts.append(Verdict(label, text, "/".join(f"+{e:g}" for e in effects), f"over {rival}"))
     return (*verdicts, identity_verdict(ours[0]))
 

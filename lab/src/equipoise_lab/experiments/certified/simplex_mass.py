@@ -14,7 +14,7 @@ from equipoise_lab.experiments.certified.rs_new_bound import (
     MASS,
     PAPER_NETWORK,
 )
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
 from equipoise_lab.weierstrass import radius_weak
@@ -62,8 +62,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Reproduced: some other mass certifies more than r = 1 at some ε > 0, with a simultaneous 95 % interval above 0, and no
-    mass is best at every ε; in direction: some other mass is above r = 1. Decided before the first run.
+    """Some other mass certifies more than r = 1 at some ε > 0, with a simultaneous 95 % interval above 0, and no mass is best
+    at every ε: the profiles are there, but they are those of other temperatures (erratum 29).
     """
     key = f"over {USUAL}"
     others = [r for r in rows if r["method"] != USUAL and r["epsilon"] > 0]
@@ -75,11 +75,11 @@ def judge(rows: Sequence[Row]) -> Verdict:
         winners[epsilon] = {r["method"] for r in here if r["accuracy"] == top and top > 0}
     crossing = not set.intersection(*(w for w in winners.values() if w))
     sure = best[key] - best[f"{key} ±"] > 0
-    label = graded(sure and crossing, best[key] > 0)
+    label = Label.CORRECTED if sure and crossing else Label.OPEN
     text = (
         f"{best['method']} at ε = {best['epsilon']:g}: {smoothed.gain_of(best, USUAL).signed} points over {USUAL} "
         f"({best['inputs']} inputs, simultaneous interval); "
-        f"{'the best mass depends on ε' if crossing else 'one mass is best at every ε'}"
+        f"{'the best mass depends on ε' if crossing else 'one mass is best at every ε'}; mass r is temperature r"
     )
     return Verdict(label, text, EXPERIMENT.published)
 

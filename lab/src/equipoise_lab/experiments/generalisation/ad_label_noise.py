@@ -12,7 +12,7 @@ import torch
 from equipoise.curvature import LossHessian, trace
 from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
-from equipoise_lab.experiments.generalisation.activation_decay import SCALE, decay
+from equipoise_lab.experiments.generalisation.activation_decay import decay
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise_lab.experiments.shared.training import STANDARD, merged, recipe, train
 
@@ -116,7 +116,7 @@ def precondition(rows: Sequence[Row]) -> Precondition:
     """Accuracy on clean test labels of the networks trained without decay on 30 % wrong labels."""
     share = main_share(rows)
     accuracy = [100 * r["accuracy"] for r in rows if r["share"] == share and r["sigma"] == 0]
-    return Precondition("without decay", mean_of(accuracy).value, 60.0)
+    return Precondition("without decay", mean_of(accuracy).value, 50.0)
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -153,8 +153,8 @@ EXPERIMENT = of_module(
         (0.3,), (0.0, 0.3), seeds=2, inputs=200, products=20,
     ),
     desk=Settings(
-        recipe("cnn", CNN, "cifar10.npz", 12, limit=600, test_limit=3000, optimizer=ADAM, batch_size=32),
-        (0.3,), (0.0, 0.3), seeds=5, inputs=200, products=20,
+        recipe("resnet18", {"width": 8}, "cifar10-full.npz", 30, limit=10_000, optimizer=SGD, warmup=0.1),
+        (0.3,), (0.0, 0.05, 0.1, 0.2, 0.3), seeds=5, inputs=500, products=20,
     ),
     paper=Settings(
         recipe("cifar_resnet56", {}, "cifar10-full.npz", 200, augment=STANDARD, optimizer=SGD),
@@ -164,6 +164,9 @@ EXPERIMENT = of_module(
         gains(rows, swept(rows, main_share(rows))[0], main_share(rows))[0], POINT, "points (no number is printed)"
     ),
     precondition=precondition,
-    notes=(SCALE,),
+    notes=(
+        "laptop scale only rehearses; at desk scale a ResNet-18 of width 8 fits 10,000 images, 30 % of them with wrong labels: "
+        "it is judged where half of the clean test images are answered right without decay",
+    ),
     needs=("cifar10.npz",),
 )  # fmt: skip

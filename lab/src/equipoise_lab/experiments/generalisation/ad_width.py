@@ -91,7 +91,7 @@ EXPERIMENT = of_module(
     claim="The gain of activation decay does not depend on the network's width.",
     published="improves at every width (figure; +2.63 for four layers)",
     laptop=Settings("cifar10.npz", widths=(64, 256), seeds=2, epochs=6, options=SMALL),
-    desk=Settings("cifar10.npz", widths=(64, 256), seeds=4, epochs=6, options=SMALL),
+    desk=Settings("cifar10-full.npz", widths=(128, 512, 1024), seeds=3, epochs=60),
     paper=Settings(
         "cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200
     ),

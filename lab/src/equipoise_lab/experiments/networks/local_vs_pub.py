@@ -11,6 +11,7 @@ from equipoise.data import load_dataset
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise_lab.experiments.experiment import (
     Context,
+    Label,
     Precondition,
     Row,
     Verdict,
@@ -87,29 +88,37 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
                    "log product": report.log_product, "accuracy": result.final["accuracy"]}  # fmt: skip
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Noise lowers the mean local constant of both; the product is within a factor 10 of it by design, far beyond without."""
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """The product is within a factor 10 of the mean local constant by design, far beyond it without; and what noise does to
+    both, which a network with a product that its builder fixes cannot show.
+    """
     gap = {
         (r["network"], r["sigma"]): math.exp(min(r["log product"] - math.log(r["local"]), 600))
         for r in rows
     }
-    falls = True
-    for name in {r["network"] for r in rows}:
-        found = sorted((r["sigma"], r["local"]) for r in rows if r["network"] == name)
-        falls = falls and found[-1][1] < found[0][1]
     by_design = max(v for (n, _), v in gap.items() if n == "LiResNet")
     plain = min(v for (n, _), v in gap.items() if n != "LiResNet")
-    # one network per σ has no interval: the direction is all that it can show
-    label = graded(False, falls and by_design < 10 < plain / 10)
     text = "; ".join(
         f"{r['network']} σ={r['sigma']}: {r['local']:.3g} (largest {r['largest']:.3g}) / "
         f"{math.exp(min(r['log product'], 600)):.2g}"
         for r in rows
     )
-    return Verdict(
-        label,
-        f"mean over {rows[0]['inputs']} inputs of the local maxima / product: {text}",
-        EXPERIMENT.published,
+    measured = f"mean over {rows[0]['inputs']} inputs of the local maxima / product: {text}"
+    return (
+        # one network per σ has no interval: the direction is all that it can show
+        Verdict(
+            graded(False, by_design < 10 < plain / 10),
+            measured,
+            EXPERIMENT.published,
+            "product and local constant",
+        ),
+        Verdict(
+            Label.NOT_COMPARABLE,
+            "the product of LiResNet is fixed by its builder, and there is one network per σ; a free product and several "
+            "seeds would be needed",
+            "22/37 → 4.8/6 (LiResNet), 235 → 3.8 (ResNet-110) as σ grows",
+            "noise lowers both",
+        ),
     )
 
 

@@ -37,7 +37,9 @@ def _muon(matrices: list[Tensor], vectors: list[Tensor]) -> list[torch.optim.Opt
 
 #: optimizers at large learning rates
 OPTIMIZERS: dict[str, Callable[[list[Tensor], list[Tensor]], list[torch.optim.Optimizer]]] = {
-    "SGD": lambda matrices, vectors: [torch.optim.SGD([*matrices, *vectors], lr=0.5, momentum=0.9)],
+    "SGD": lambda matrices, vectors: [
+        torch.optim.SGD([*matrices, *vectors], lr=0.05, momentum=0.9)
+    ],
     "Adam": lambda matrices, vectors: [torch.optim.Adam([*matrices, *vectors], lr=0.01)],
     "Muon": _muon,
 }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from equipoise.core.errors import InputError
+from equipoise.core.files import resolve
 from equipoise_lab.experiments.experiment import (
     Context,
     Experiment,
@@ -92,8 +97,16 @@ TEXT_LOSSES = {
 }
 
 
-def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
-    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
+def train(
+    recipe: Mapping[str, Any],
+    context: Context,
+    seed: int = 0,
+    each_epoch: Callable[[nn.Module, int], None] | None = None,
+) -> Result:
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound.
+
+    `each_epoch(network, epoch)` looks at the network after every epoch.
+    """
     from equipoise.train import run_recipe
 
     path = str(recipe["data"]["path"])
@@ -122,7 +135,19 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         chosen = merged(
             chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}}
         )
-    return run_recipe(chosen, cpu=context.device == "cpu")
+    cpu = context.device == "cpu"
+    if each_epoch is None:
+        return run_recipe(chosen, cpu=cpu)
+    look = each_epoch
+    with torch.random.fork_rng():
+        torch.manual_seed(chosen["seed"])
+        network = resolve(chosen["model"]["factory"])(**chosen["model"]["arguments"])
+
+    def report(event: Any) -> None:
+        if event.row is not None:
+            look(network, event.epoch)
+
+    return run_recipe(chosen, model=network, cpu=cpu, progress=report)
 
 
 def _file(name: str, context: Context) -> Any:
@@ -153,8 +178,8 @@ class Settings:
 class Claim:
     """A gain of one variant over another, in points, as published (`effect` None where no number is).
 
-    `least` is what the rival's figure must reach, in percent, before the claim is judged: the published figure less a
-    tenth of it unless an experiment states another.
+    `least` is what the first variant's figure, the baseline's, must reach, in percent, before the claim is judged: the
+    published figure less a tenth of it unless an experiment states another.
     """
 
     part: str
@@ -167,17 +192,22 @@ class Claim:
     own: bool = False
 
 
-def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
+def run(settings: Settings, context: Context, label: str = "", sibling: str = "") -> Iterator[Row]:
     """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data.
 
-    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart.
+    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart. Trainings that the
+    stored result of the experiment `sibling` has, with the same recipe, variant and seed, are taken from it.
     """
+    trained_before = stored_rows(settings, context, sibling)
     for seed in range(1 if context.dry else settings.seeds):
         for name, change in context.steps(settings.variants.items()):
 
             def trained(
                 seed: int = seed, name: str = name, change: Mapping[str, Any] = change
             ) -> Iterator[Row]:
+                if (name, seed) in trained_before:
+                    yield trained_before[name, seed]
+                    return
                 result = train(merged(settings.recipe, change), context, seed)
                 context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
                 figures = {key: result.final.get(key) for key in settings.keep}
@@ -190,6 +220,24 @@ def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
                 }
 
             yield from context.cell(f"{label}seed {seed}, {name}", trained)
+
+
+def stored_rows(settings: Settings, context: Context, sibling: str) -> dict[tuple[str, int], Row]:
+    """The rows by variant and seed that another experiment's result has of the same trainings."""
+    path = context.cells.path
+    if not sibling or path is None:
+        return {}
+    result = path.parent.parent / sibling / "result.json"
+    if not result.exists():
+        return {}
+    stored = json.loads(result.read_text(encoding="utf-8"))
+    theirs, ours = stored["settings"], json.loads(json.dumps(asdict(settings)))
+    if (stored["seed"], theirs["recipe"]) != (context.seed, ours["recipe"]):
+        return {}
+    same = {
+        name for name, change in ours["variants"].items() if theirs["variants"].get(name) == change
+    }
+    return {(row["variant"], row["seed"]): row for row in stored["rows"] if row["variant"] in same}
 
 
 def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[float]]:
@@ -217,11 +265,18 @@ def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict
 
 
 def _gain_verdict(rows: Sequence[Row], claim: Claim) -> Verdict:
+    figures = by_variant(rows, claim.key)
     gain = mean_of(paired(rows, claim.wanted, claim.rival, claim.key))
-    rival = mean_of([100 * value for value in by_variant(rows, claim.key)[claim.rival]])
+    rival = mean_of([100 * value for value in figures[claim.rival]])
     text = f"{gain.show()} points over {claim.rival} at {rival.show()}"
+    first = next(iter(figures))
+    if claim.rival != first:  # a gain over a rival may be the rival's harm
+        text += (
+            f", itself {mean_of(paired(rows, claim.rival, first, claim.key)).signed} over {first}"
+        )
     verdict = Verdict(gain_label(gain, claim.effect), text, claim.published, claim.part, claim.own)
-    return Precondition(claim.rival, rival.value, claim.least).apply(verdict)
+    baseline = mean_of([100 * value for value in figures[first]]).value
+    return Precondition(first, baseline, claim.least).apply(verdict)
 
 
 def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
