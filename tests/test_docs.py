@@ -15,6 +15,8 @@ from typer.main import get_command
 
 from equipoise.cli import app
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(

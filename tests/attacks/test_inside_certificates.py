@@ -11,6 +11,8 @@ from equipoise.data import load_dataset
 from equipoise.models import load
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, margin_radius
 
+pytestmark = pytest.mark.medium
+
 
 def _train(model, sigma, epochs):
     torch.manual_seed(0)

@@ -27,6 +27,8 @@ from equipoise import certificates
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_layers, check_smoothing
 
+pytestmark = pytest.mark.medium
+
 torch.manual_seed(0)
 
 

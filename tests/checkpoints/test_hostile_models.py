@@ -96,30 +96,22 @@ def called(target: str, *arguments):
 DESCRIPTIONS = {
     "guard": lambda d: d["guards_code"].append(f"{TOUCH} is None"),
     "guard in a call": lambda d: d["guards_code"].append(f"L['input'].size({TOUCH})[0] == 2"),
-    "guard with a newline": lambda d: d["guards_code"].append(f"1 == 1)\n  {TOUCH}\n  (0"),
     "name of an input": lambda d: renamed(d, "input", f"x={TOUCH}"),
     "name of a node": lambda d: renamed(d, "relu", f"relu = {TOUCH}; y"),
-    "name with a newline": lambda d: renamed(d, "relu", f"relu\n    {TOUCH}\n    y"),
     "name in another script": lambda d: renamed(d, "relu", "ｒelu"),
     "name of a parameter": lambda d: renamed(d, "0.weight", f'0.x", {TOUCH}) #'),
     "dunder of a parameter": lambda d: renamed(d, "0.weight", "__class__.weight"),
     "a function as an argument": called("_operator.call", {"as_operator": "torch.os.system"}, {"as_string": f"touch {CANARY}"}),
-    "operator.methodcaller": called("_operator.methodcaller", {"as_string": "numpy"}),
     "anything under torch": called("torch.os.system", {"as_string": f"touch {CANARY}"}),
-    "attributes of an operation": called("torch.ops.aten.__class__.__init__", {"as_string": "x"}),
     "a library": called("torch.ops.load_library.default", {"as_string": "x.so"}),
     "a file": called("torch.ops.aten.from_file.default", {"as_string": "x"}),
-    "whole numbers alone": called("torch.ops.aten.remainder.int", {"as_int": 1}, {"as_int": 0}),
     "a number for a type": called("torch.ops.aten.softmax.int", {"as_tensor": {"name": "input"}}, {"as_int": 0}, {"as_int": -1}),
     "no operation": called("torch.ops.aten.no_such_thing.default", {"as_int": 0}),
     "a graph as an argument": called("torch.ops.aten.relu.default", {"as_graph": {"name": TOUCH, "graph": {}}}),
-    "an object as an argument": called("torch.ops.aten.relu.default", {"as_custom_obj": {"name": "x", "class_fqn": "y"}}),
     "an expression": lambda d: d["graph_module"]["graph"].update(sym_int_values={"s": {"as_expr": {"expr_str": TOUCH}}}),
     "an expression in a size": lambda d: next(iter(d["graph_module"]["graph"]["tensor_values"].values())).update(
         sizes=[{"as_expr": {"expr_str": TOUCH, "hint": None}}]
     ),
-    "ranges": lambda d: d.update(range_constraints={"u999999999999": {"min_val": 0, "max_val": 1}}),
-    "a list where an object belongs": lambda d: d.update(graph_module=[]),
     "no graph": lambda d: d.pop("graph_module"),
 }  # fmt: skip
 
@@ -142,7 +134,7 @@ def refused_or_the_same(work, expected):
 
 
 #: fields that are never read
-UNREAD = ("guard", "expression", "ranges")
+UNREAD = ("guard", "expression")
 
 
 class Watch(TorchDispatchMode):
@@ -243,11 +235,8 @@ def stated(name: str, axis: int, size: int):
 
 STATED = {
     "one number where twenty are": stated("repeat", 1, 1),
-    "ten thousand numbers where twenty are": stated("repeat", 1, 10_000),
     "a batch inside": stated("linear", 0, 64),
     "another input": stated("x", 1, 400),
-    "another weight": stated("p_dense_weight", 0, 2),
-    "a wider output": stated("mul", 1, 1),
     "another type": lambda d: d["graph_module"]["graph"]["tensor_values"]["linear"].update(dtype=8),
 }
 

@@ -140,6 +140,7 @@ def check(words: list[str]) -> None:
         assert "error" in json.loads(done.stdout), words
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", range(6))
 def test_broken_command_lines_are_sentences(place, monkeypatch, block):
     monkeypatch.chdir(place)

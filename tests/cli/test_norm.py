@@ -8,6 +8,8 @@ from torch import nn
 from equipoise.cli.norm import weight_bracket, weight_rows
 from equipoise.norms import reference_norm
 
+pytestmark = pytest.mark.medium
+
 SKIPPED = {"fc.bias", "scale", "steps"}
 
 

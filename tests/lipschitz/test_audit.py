@@ -19,6 +19,8 @@ from equipoise.cli.audit import audit_report
 from equipoise.core import EquipoiseError
 from equipoise.lipschitz import lipschitz_bound
 
+pytestmark = pytest.mark.medium
+
 app = build((Command("audit", "equipoise.cli.audit", "audit"),))
 
 

@@ -18,6 +18,8 @@ from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
 from equipoise.testing import check_facts
 
+pytestmark = pytest.mark.medium
+
 torch.manual_seed(0)
 D = torch.float64
 W = torch.randn(6, 4, dtype=D) / 2

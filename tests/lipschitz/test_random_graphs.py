@@ -70,6 +70,7 @@ def stack(rng, depth) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(6))
 def test_random_graph(seed):
     rng = random.Random(seed)

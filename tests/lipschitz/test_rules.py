@@ -174,6 +174,7 @@ CASES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_the_rule_holds_under_attack(name):
     op, shape, fraction, ball = CASES[name]

@@ -18,6 +18,7 @@ def trained(data_dir, monkeypatch):
     return bench.trained_resnet(20)
 
 
+@pytest.mark.medium
 def test_fusing_wins_orders_of_magnitude_and_stays_above_the_attack(trained):
     net = trained
     torch.manual_seed(0)
@@ -28,6 +29,7 @@ def test_fusing_wins_orders_of_magnitude_and_stays_above_the_attack(trained):
     assert len([r for r in report.layers if r.kind == "convolution"]) == 19
 
 
+@pytest.mark.medium
 def test_the_local_certificate_is_below_the_global_one(trained):
     net = trained
     torch.manual_seed(0)

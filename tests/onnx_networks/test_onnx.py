@@ -217,6 +217,7 @@ UNTESTED = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_every_operator_computes_what_onnxruntime_does(name: str) -> None:
     network = read_onnx(CASES[name])
@@ -310,6 +311,7 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_the_competition_are_bounded_and_the_bound_holds(name: str, data_dir: Path) -> None:
     path = data_dir / "onnx" / f"{name}.onnx"

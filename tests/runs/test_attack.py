@@ -8,6 +8,8 @@ import runs_nets
 from equipoise.core import InputError, Refused
 from equipoise.runs import AttackRow, attack_run, certify, open_run, prove
 
+pytestmark = pytest.mark.medium
+
 QUICK = {"steps": 5, "votes": 200}
 
 

@@ -13,6 +13,8 @@ from equipoise.data import load_dataset
 from equipoise.report import as_document, collect
 from equipoise.runs import open_run
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def call(equipoise):

@@ -8,6 +8,8 @@ from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.runs import certify, open_run
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
 
+pytestmark = pytest.mark.medium
+
 VOTES = ("cohen", "bonferroni", "cpm", "rivals", "direct")
 
 

@@ -19,6 +19,8 @@ from equipoise.core import InputError, Refused
 from equipoise.runs import certify, normalised, open_run, portable
 from equipoise.smoothing import Denoised, SmoothedClassifier
 
+pytestmark = pytest.mark.medium
+
 BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.0"}
 
 #: other settings, and how the difference reads
@@ -58,12 +60,9 @@ VARIANTS = {
     "function": (Act, {"function": torch.tanh}),
     "nested settings": (Act, {"table": {"a": [1, 3]}}),
     "code": (Act2, {}),
-    "a tensor in a list": (Act, {"table": {"a": [torch.zeros(3)]}}),
     "another tensor in a list": (Act, {"table": {"a": [torch.ones(3)]}}),
-    "a function with an argument": (Act, {"function": functools.partial(torch.clamp, min=0)}),
     "with another argument": (Act, {"function": functools.partial(torch.clamp, min=1)}),
     "a configuration": (Act, {"table": types.SimpleNamespace(depth=2)}),
-    "keys of two kinds": (Act, {"table": {1: 2, "a": 3}}),
     "an object": (Act, {"table": [object()]}),  # never an address
     "padding": (nn.Conv2d, {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1}),
     "padding mode": (
@@ -150,7 +149,6 @@ WRONG = [
     ({"sigma": 0.0}, "sigma"),
     ({"sigma": float("nan")}, "sigma"),
     ({"sigma": lambda x: 0.1}, "one number"),
-    ({"n": 0}, "'n' must be"),
     ({"n": 10**20}, "'n' must be"),
     ({"alpha": 1.5}, "alpha"),
     ({"procedure": "choen"}, "unknown procedure"),
@@ -159,14 +157,10 @@ WRONG = [
     ({"procedure": "lvm", "lipschitz": -1.0}, "lipschitz"),
     ({"procedure": "lvm", "lipschitz": 1.0, "noise": "grid"}, "not Lipschitz"),
     ({"procedure": "lvm", "map": "softmin"}, "map must be"),
-    ({"procedure": "lvm", "map": "softmax:0"}, "map must be|temperature"),
     ({"procedure": "lvm", "target_radius": 0.1}, "majority vote"),
-    ({"target_radius": -0.1}, "target_radius"),
     ({"nonfinite": "ignore"}, "nonfinite"),
-    ({"num_classes": 1}, "num_classes"),
     ({"limit": 0}, "limit"),
     ({"skip": 12}, "leaves none"),
-    ({"stride": 0}, "stride"),
     ({"batch_size": 0}, "batch_size"),
     ({"device": "cuda:99"}, "device"),
     ({"denoiser": "blur"}, r"nn\.Module"),

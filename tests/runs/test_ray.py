@@ -17,7 +17,7 @@ from equipoise.runs.workers import RayWorker
 
 ray = pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.medium]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoothing_two_workers.py"
 SETTINGS = {"sigma": 0.3, "n": 300}
 WORKERS = {"workers": 2}

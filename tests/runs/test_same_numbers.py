@@ -11,6 +11,8 @@ from equipoise.data import Dataset
 from equipoise.runs import Settings, certify, merge_runs, open_run, prepare
 from equipoise.smoothing import SmoothedClassifier, certify_adaptive
 
+pytestmark = pytest.mark.medium
+
 #: (procedure, settings): one row puts a kind of run through every check
 KINDS = [
     ("cohen", {}),

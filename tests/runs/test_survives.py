@@ -21,6 +21,8 @@ from runs_nets import table
 from equipoise.core import InputError, Refused
 from equipoise.runs import attack_run, certify, merge_runs, open_run, prove
 
+pytestmark = pytest.mark.medium
+
 SETTINGS = {"sigma": 0.3, "n": 150}
 
 

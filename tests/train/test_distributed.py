@@ -17,6 +17,8 @@ from equipoise.data import load_dataset
 from equipoise.train import read_recipe, run_recipe
 from equipoise_lab.models import resnet18
 
+pytestmark = pytest.mark.medium
+
 SCRIPT = """
 import json, os, signal, sys, torch
 from equipoise.core import EquipoiseError

@@ -17,6 +17,8 @@ from equipoise.train import AUGMENTATIONS, LOSSES, OBJECTIVES, REGULARIZERS, bui
 from equipoise.train.config import Metrics
 from equipoise.train.metrics import Certified, evaluate
 
+pytestmark = pytest.mark.medium
+
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
           "soft-vote": {"sigma": 0.1},

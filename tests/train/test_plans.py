@@ -5,6 +5,8 @@ import pytest
 
 from equipoise.train import bundled, read_recipe, run_recipe
 
+pytestmark = pytest.mark.medium
+
 _SLL = ["depth=1", "channels=4", "dense_depth=1", "hidden=8"]
 _RESIDUAL = ["depth=1", "channels=8", "dense_depth=1", "hidden=16"]
 #: arguments that make a network of the recipe small

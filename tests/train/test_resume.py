@@ -16,6 +16,8 @@ from safetensors import safe_open
 from equipoise.core import InputError, Refused
 from equipoise.train import Diverged, run_recipe
 
+pytestmark = pytest.mark.medium
+
 STATE = "state/state.safetensors"
 
 #: one row per thing with a state of its own

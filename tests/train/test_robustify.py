@@ -13,6 +13,8 @@ from equipoise.data import load_dataset
 from equipoise.models import load
 from equipoise.train import robustify, run_recipe
 
+pytestmark = pytest.mark.medium
+
 QUICK = [
     "epochs=8",
     "optimizer.lr=0.02",

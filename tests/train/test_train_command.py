@@ -11,6 +11,8 @@ import threading
 import pytest
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def recipe(tmp_path):

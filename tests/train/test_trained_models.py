@@ -16,6 +16,8 @@ from equipoise.models import CERTIFICATE, bundled, load
 from equipoise.smoothing import margin_radius
 from equipoise.train import run_recipe
 
+pytestmark = pytest.mark.medium
+
 FOLDER = Path(eq.models.__file__).parent
 SLL = {"depth": 1, "channels": 4, "dense_depth": 1, "hidden": 8}
 

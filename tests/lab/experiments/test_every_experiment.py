@@ -60,6 +60,7 @@ def rehearse(identifier: str, scale: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("identifier", IDENTIFIERS)
 def test_committed_result(identifier: str):
     """A committed result belongs to the settings as they are, and says what it is said to say."""

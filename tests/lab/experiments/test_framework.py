@@ -16,6 +16,8 @@ from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean
 from equipoise_lab.experiments.page import stored, summary
 from equipoise_lab.experiments.runner import plan
 
+pytestmark = pytest.mark.medium
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 
