@@ -146,12 +146,14 @@ def _check(model: nn.Module, folder: Path, s: Settings) -> str:
 def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[Run]:
     """The proved run of a network and its sampled ones, attacked."""
     test = load_dataset("digits", "test")
-    common: dict[str, Any] = {
-        "limit": s.inputs,
-        "name": "digits",
-        "progress": lambda row, done, total: show(f"certify the {network.source}", done, total),
-    }
+    common: dict[str, Any] = {"limit": s.inputs, "name": "digits"}
     noise: dict[str, Any] = {"sigma": s.sigma, "n": s.draws, "seed": s.seed}
+
+    def progress(row: Any, done: int, total: int) -> None:
+        verb = "certify" if row.draws else "prove"
+        show(f"{verb} the {network.source}", done, total)
+
+    common["progress"] = progress
     runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", **common)]
     runs += [
         certify(network, test, run_dir=f"{prefix}-{name}", **options, **noise, **common)

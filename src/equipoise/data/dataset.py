@@ -50,9 +50,7 @@ class Source:
     @property
     def divisor(self) -> float:
         """What raw inputs are divided by."""
-        if self.scale is not None:
-            return self.scale
-        return 255.0 if self.dtype == np.uint8 else 1.0
+        return self.scale or (255.0 if self.dtype == np.uint8 else 1.0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,9 +161,7 @@ class Dataset:
     def batch(self, indices: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions, in this order."""
         positions = as_array(indices, "indices").reshape(-1)
-        x = torch.from_numpy(self._raw(positions)).to(torch.float32)
-        if self.source.divisor != 1.0:
-            x = x / self.source.divisor
+        x = torch.from_numpy(self._raw(positions)).to(torch.float32) / self.source.divisor
         return fresh_strides(x), torch.from_numpy(self.labels[positions])
 
     def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:

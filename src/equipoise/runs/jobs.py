@@ -231,13 +231,9 @@ def prepare(
     if classes is None:
         with torch.inference_mode():
             classes = checked_logits(network.network(device), first[None].to(device)).shape[1]
-    if classes < 2:
+    if classes < max(2, inputs.num_classes or 0):
         raise InputError(
-            f"a classifier has at least two classes, the model returned {classes} logit"
-        )
-    if inputs.num_classes is not None and inputs.num_classes > classes:
-        raise InputError(
-            f"the data has {inputs.num_classes} classes, the model returns {classes} logits"
+            f"the data has {inputs.num_classes} classes, the model returns {classes} logits; a classifier has two or more"
         )
     if inputs.labelled and inputs.labels is not None:
         for position in positions:
@@ -541,19 +537,18 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
 def _joint_manifest(runs: Sequence[Run]) -> Manifest:
     """The manifest of the union."""
     first = runs[0].manifest
-    owner: dict[int | str, Path] = {}
+    ids = set[int | str]()
     for run in runs:
         changes = differences(first, run.manifest, ("inputs", "total"))
         if changes:
             raise Refused(
                 f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(changes)})"
             )
-        for name in run.ids:
-            if name in owner:
-                raise Refused(
-                    f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs"
-                )
-            owner[name] = run.folder
+        if not ids.isdisjoint(run.ids):
+            raise Refused(
+                f"inputs of {run.folder} are in an earlier run of the list: shards must not share inputs"
+            )
+        ids.update(run.ids)
 
     inputs = tuple(s for run in runs for s in run.settings.inputs)
     settings = first.settings.model_copy(update={"inputs": inputs})

@@ -42,8 +42,7 @@ from equipoise.runs.store import (
 )
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
-from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
-from equipoise.smoothing.derive import derive as derive_sample
+from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
 from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
@@ -51,13 +50,7 @@ from equipoise.smoothing.simplex import map_smoothness
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-WRONG, UNPROVED, PROVED, ABSTAINED, FAILED = STATUSES = (
-    "wrong",
-    "right, nothing proved",
-    "proved",
-    "abstained",
-    "failed",
-)
+STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
 _BALL = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}
 
 
@@ -111,7 +104,7 @@ class Results:
     def status(self) -> tuple[str, ...]:
         """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
         cases = [self.failed, self.answer < 0, self.correct, self.right]
-        return tuple(np.select(cases, [FAILED, ABSTAINED, PROVED, UNPROVED], WRONG).tolist())
+        return tuple(np.select(cases, STATUSES[:0:-1], STATUSES[0]).tolist())
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
         """Certified accuracy at each ε."""
@@ -202,64 +195,6 @@ class Summary:
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def derive(
-    manifest: Manifest,
-    rows: list[Row],
-    alpha: float | None = None,
-    procedure: str | None = None,
-    lipschitz: Any = None,
-    target_radius: float | None = None,
-) -> Certificates:
-    """Certificates of the stored rows, in their order; failed rows abstain.
-
-    Args:
-        manifest: of the run.
-        rows: what was stored.
-        alpha: risk per input, default that of the run.
-        procedure: default that of the run; refused where the stored statistics do not carry it.
-        lipschitz: another upper bound of the network's constant, for soft runs.
-        target_radius: another target, for adaptive runs with a target.
-
-    Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
-    """
-    settings = manifest.settings
-    if settings.kind == "proved" or not rows:
-        raise InputError(
-            "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"
-        )
-    alpha = settings.alpha if alpha is None else alpha
-    own = procedure is None or (settings.adaptive and procedure == "adaptive")
-    row = settings.row if own else find_procedure(str(procedure))
-    _require_sound(settings, row, lipschitz, target_radius)
-
-    constant = manifest.lipschitz
-    if lipschitz is not None:
-        bound = as_upper(lipschitz, "Lipschitz constant of the network")
-        constant = Constant.model_construct(value=bound, source="given")
-    network = manifest.stretched(constant)
-
-    noise = settings.noise_law()
-    soft = settings.soft and row.soft
-    places = [i for i, stored in enumerate(rows) if stored.failure is None]
-    members = [rows[i] for i in places]
-    parts = []
-    if members:
-        if manifest.scored and row.soft:
-            sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
-        else:
-            sample = _votes(settings, members, target_radius)
-        parts = [(places, derive_sample(sample, row, noise.setting(alpha, "")))]
-
-    about = f"the majority vote of the network under {noise}"
-    if soft:
-        about = f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
-    name = "adaptive" if settings.adaptive else row.name
-    certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
-    if constant is not None and soft:
-        certificates.details["lipschitz"] = str(constant)
-    return certificates
 
 
 def _require_sound(
@@ -384,17 +319,59 @@ class Run:
         return len(self.rows) >= self.total
 
     def certificates(
-        self, alpha: float | None = None, procedure: str | None = None, **changes: Any
+        self,
+        alpha: float | None = None,
+        procedure: str | None = None,
+        lipschitz: Any = None,
+        target_radius: float | None = None,
     ) -> Certificates:
-        """Certificates of a sampled run, without a forward pass.
+        """Certificates of a sampled run, without a forward pass; failed inputs abstain.
 
         Args:
             alpha: risk per input; default that of the run.
             procedure: default that of the run; refused where the stored statistics do not carry it.
-            **changes: lipschitz (another upper bound of the network's constant, for soft runs) and target_radius (of
-                adaptive runs).
+            lipschitz: another upper bound of the network's constant, for soft runs.
+            target_radius: another target, for adaptive runs.
+
+        Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
         """
-        return derive(self.manifest, self.rows, alpha, procedure, **changes)
+        manifest, rows, settings = self.manifest, self.rows, self.settings
+        if self.kind == "proved" or not rows:
+            raise InputError(
+                "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"
+            )
+        alpha = settings.alpha if alpha is None else alpha
+        own = procedure is None or (settings.adaptive and procedure == "adaptive")
+        row = settings.row if own else find_procedure(str(procedure))
+        _require_sound(settings, row, lipschitz, target_radius)
+
+        constant = manifest.lipschitz
+        if lipschitz is not None:
+            bound = as_upper(lipschitz, "Lipschitz constant of the network")
+            constant = Constant.model_construct(value=bound, source="given")
+        noise = settings.noise_law()
+        soft = settings.soft and row.soft
+        places = [i for i, stored in enumerate(rows) if stored.failure is None]
+        parts = []
+        if places:
+            members = [rows[i] for i in places]
+            if manifest.scored and row.soft:
+                network = manifest.stretched(constant)
+                sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+            else:
+                sample = _votes(settings, members, target_radius)
+            parts = [(places, derive(sample, row, noise.setting(alpha, "")))]
+
+        about = f"the majority vote of the network under {noise}"
+        if soft:
+            about = (
+                f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
+            )
+        name = "adaptive" if settings.adaptive else row.name
+        certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
+        if constant is not None and soft:
+            certificates.details["lipschitz"] = str(constant)
+        return certificates
 
     def results(
         self, alpha: float | None = None, procedure: str | None = None, **changes: Any

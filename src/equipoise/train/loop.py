@@ -128,7 +128,8 @@ def run_recipe(
         run = None
         try:
             run = Training(checked, build_data(checked.data), cpu, model, progress)
-            stack.callback(run.close)
+            for penalty in run.penalties:
+                stack.callback(penalty.remove)
             final = _train(run, folder, deadline, stack)
         except EquipoiseError:
             raise
@@ -159,10 +160,10 @@ def step_seconds(recipe: Recipe, parts: Parts, steps: int = 1) -> float:
         torch.manual_seed(recipe.seed)
         run = Training(recipe, parts, cpu=True)
         for _ in range(steps + 1):
+            run.batch = 0
             began = time.process_time()
             run.take_step(torch.arange(len(parts.train)))
             seconds.append(time.process_time() - began)
-        run.close()
     return min(seconds[1:])
 
 
@@ -263,8 +264,8 @@ class Training:
     def stateful(self) -> Document:
         """What has a `state_dict` of tensors, by its name in a checkpoint."""
         items = {"model": self.model, "average": self.average}
-        items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
-        items |= {f"projection/{i}": term.keeper for i, term in enumerate(self.projections)}
+        terms = [*self.penalties, *self.projections]
+        items |= {f"term/{i}": term.keeper for i, term in enumerate(terms)}
         return {name: item for name, item in items.items() if hasattr(item, "state_dict")}
 
     def take_step(self, order: Tensor) -> Tensor:
@@ -340,11 +341,6 @@ class Training:
         if self.progress is not None and rank() == 0:
             self.progress(Progress(self.step, self.steps, epoch, self.recipe.epochs, **figures))
 
-    def close(self) -> None:
-        """Remove the penalties' hooks from the network."""
-        for penalty in self.penalties:
-            penalty.remove()
-
 
 def _train(
     run: Training, folder: Path | None, deadline: float, stack: contextlib.ExitStack
@@ -394,13 +390,11 @@ def _run_epoch(run: Training, folder: Path | None, deadline: float) -> bool:
 
 def _require_finite(run: Training) -> None:
     means = run.totals.means()
-    broken = [f"the {name}" for name in ("loss", "penalty") if means.get(name, 0.0) is None]
-    broken += [
-        repr(name) for name, v in run.model.state_dict().items() if not torch.isfinite(v).all()
-    ]
+    broken = [name for name in ("loss", "penalty") if means.get(name, 0.0) is None]
+    broken += [name for name, v in run.model.state_dict().items() if not v.isfinite().all()]
     if broken:
         raise Diverged(
-            f"training diverged: {broken[0]} is not finite after step {run.step} of {run.steps} "
+            f"training diverged: {broken[0]!r} is not finite after step {run.step} of {run.steps} "
             f"(epoch {run.epoch + 1}); try a smaller optimizer.lr or optimizer.clip; checkpoints hold finite weights only"
         )
 

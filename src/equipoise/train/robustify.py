@@ -84,8 +84,9 @@ def robustify(
         )
     model: Any = load_model(source, weights).model
     name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
-    default = {**_DEFAULT, "data": {"path": data}, "name": name}
-    document = default if recipe is None else read_recipe(recipe).to_dict()
+    document = {**_DEFAULT, "data": {"path": data}, "name": name}
+    if recipe is not None:
+        document = read_recipe(recipe).to_dict()
     # wide dense layers cost less
     options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
     document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}

@@ -52,8 +52,7 @@ class Term:
 
     def remove(self) -> None:
         """Take hooks off the network, if there are any."""
-        if hasattr(self.keeper, "remove"):
-            self.keeper.remove()
+        getattr(self.keeper, "remove", lambda: None)()
 
 
 def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
