@@ -1,19 +1,28 @@
 """Attacks: certificates seen from the other side. An attack that succeeds inside a certified radius is a bug.
 
-Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version. The ball is kept in float64.
+Projected gradient attacks in the ℓ2, ℓ∞ or ℓ1 ball on a network, in the ℓ2 ball on its smoothed version. The ball is kept in
+float64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import describe, require_images, require_labels, require_type
+from equipoise.core.checks import (
+    describe,
+    require_images,
+    require_labels,
+    require_one_of,
+    require_type,
+)
 from equipoise.core.errors import InputError
 from equipoise.core.files import guarded
 from equipoise.core.modules import fresh_strides
@@ -22,20 +31,58 @@ from equipoise.smoothing.simplex import apply_map
 
 __all__ = ["AttackResult", "pgd", "smooth_pgd"]
 
+Norm = Literal["l2", "linf", "l1"]
+_ORDER = {"l2": 2.0, "linf": math.inf, "l1": 1.0}
 
-def unit(g: Tensor) -> Tensor:
-    """`g/‖g‖₂` per input, in float64; 0 where the gradient is 0. Entries that are not finite count as 0.
+
+def unit(g: Tensor, norm: Norm = "l2") -> Tensor:
+    """The direction of a step, of norm 1 in the norm of the ball, in float64; gradients that are not finite count as 0.
+
+    `g/‖g‖₂` per input; in ℓ∞ the signs of g; in ℓ1 the signs of its largest hundredth (Tramèr and Boneh 2019).
+
+    Args:
+        g: gradients (N, ...).
+        norm: of the ball that the step is taken in.
 
     >>> unit(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).round(decimals=6).tolist()
     [[0.6, 0.8], [0.0, 0.0]]
     """
     g = torch.nan_to_num(g.double(), 0.0, 0.0, 0.0)
-    norm = g.flatten(1).norm(dim=1)
-    return g / _wide(torch.where(norm > 0, norm, 1.0), g)
+    if norm == "linf":
+        return g.sign()
+    if norm == "l1":
+        sizes = g.flatten(1).abs()
+        least = sizes.topk(max(1, sizes.shape[1] // 100)).values[:, -1]
+        g = torch.where(g.abs() >= _wide(least, g), g.sign(), 0.0)
+    length = _length(g, norm)
+    return g / _wide(torch.where(length > 0, length, 1.0), g)
 
 
-def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
-    """Project the float64 point z on the ball around x, in the dtype of x: `‖z − x‖₂ ≤ radius` for what is returned.
+def _length(delta: Tensor, norm: Norm) -> Tensor:
+    """The norm of every perturbation (N,)."""
+    return torch.linalg.vector_norm(delta.flatten(1), ord=_ORDER[norm], dim=1)
+
+
+def _nearest(delta: Tensor, radius: Tensor, norm: Norm) -> Tensor:
+    """The perturbations of at most this size that are closest to `delta`, up to rounding."""
+    if norm == "l2":
+        return delta * _wide(
+            (radius / _length(delta, norm).clamp(min=1e-300)).clamp(max=1.0), delta
+        )
+    if norm == "linf":
+        limit = _wide(radius, delta)
+        return delta.clamp(-limit, limit)
+    # ℓ1: entries shrink by the same amount, and to 0 where they are smaller (Duchi et al. 2008)
+    sizes = delta.flatten(1).abs().sort(dim=1, descending=True).values
+    count = torch.arange(1, sizes.shape[1] + 1, dtype=sizes.dtype, device=sizes.device)
+    excess = (sizes.cumsum(1) - radius[:, None]) / count
+    last = (sizes > excess).sum(1).clamp(min=1) - 1
+    amount = excess.gather(1, last[:, None]).clamp(min=0.0)
+    return delta.sign() * (delta.abs() - _wide(amount, delta)).clamp(min=0.0)
+
+
+def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tensor:
+    """Project the float64 point z on the ball around x, in the dtype of x: `‖z − x‖ ≤ radius` for what is returned.
 
     Rounding to x's dtype may step over the sphere, so the perturbation is shrunk until the float64 norm of the stored
     difference, enlarged by its own rounding, is within the radius; if that fails, the point is x itself.
@@ -44,6 +91,7 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
         x: the centres (N, ...).
         z: points in float64, of the same shape.
         radius: of every ball (N,), in float64.
+        norm: of the balls.
 
     >>> x = torch.zeros(1, 3)
     >>> z = inside_ball(x, torch.full((1, 3), 5.0, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64))
@@ -51,13 +99,12 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
     (True, True)
     """
     centre = x.double()
-    delta = z - centre
+    delta = _nearest(z - centre, radius, norm)
     rounding = 1 + (delta[0].numel() + 4) * 2.0**-52
-    scale = torch.clamp(radius / delta.flatten(1).norm(dim=1).clamp(min=1e-300), max=1.0)
+    scale = torch.ones_like(radius)
     for attempt in range(12):
         stored = (centre + _wide(scale, x) * delta).to(x.dtype)
-        norm = (stored.double() - centre).flatten(1).norm(dim=1) * rounding
-        outside = norm > radius
+        outside = _length(stored.double() - centre, norm) * rounding > radius
         if not bool(outside.any()):
             return stored
         scale = torch.where(outside, scale * (1 - 1e-7 * 4.0**attempt), scale).clamp(min=0.0)
@@ -70,7 +117,7 @@ def _wide(values: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """The result of an attack: `‖adversarial − x‖₂ ≤ epsilon` holds in float64 for the tensors as stored.
+    """The result of an attack: `‖adversarial − x‖ ≤ epsilon` holds in float64 for the tensors as stored.
 
     `success` says where the answer at `adversarial` is not the label; where it failed, `adversarial` is the point of
     largest loss. `distance` is the float64 norm of the perturbation.
@@ -90,12 +137,14 @@ def pgd(
     step_size: float | None = None,
     restarts: int = 1,
     *,
+    norm: Norm = "l2",
     seed: int = 0,
 ) -> AttackResult:
-    """ℓ2 projected gradient ascent of the cross-entropy, batched, best of several random starts.
+    """Projected gradient ascent of the cross-entropy, batched, best of several random starts.
 
-    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂`, `δ ← ε·δ/max(ε, ‖δ‖₂)`. Every iterate is looked at, not only the
-    last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis, algorithm of the ℓ2 attack.
+    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂` (in ℓ∞ and ℓ1: `unit`), then δ is projected on the ball. Every iterate
+    is looked at, not only the last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis,
+    algorithm of the ℓ2 attack.
 
     Args:
         model: in evaluation mode (the mode is left as it is); gradients of its parameters are not touched.
@@ -105,6 +154,7 @@ def pgd(
         steps: gradient steps per start.
         step_size: α, default 2.5·ε/steps (per input).
         restarts: number of random starts.
+        norm: of the ball and of the distances: `l2`, `linf` or `l1`.
         seed: of the starts.
 
     >>> model = nn.Linear(2, 2, bias=False)
@@ -114,6 +164,7 @@ def pgd(
     >>> result.success.tolist()
     [True, False]
     """
+    require_one_of(tuple(_ORDER), norm=norm)
     y = checked_labels(x, y)
 
     def loss(z: Tensor) -> Tensor:
@@ -122,7 +173,7 @@ def pgd(
     def broken(z: Tensor) -> Tensor:
         return checked_logits(model, z).argmax(dim=1) != y
 
-    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed)
+    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, norm=norm)
 
 
 def smooth_pgd(
@@ -246,6 +297,7 @@ def _ascend(
     restarts: int,
     seed: int,
     finish: Callable[[Tensor], Tensor] | None = None,
+    norm: Norm = "l2",
 ) -> AttackResult:
     """Gradient ascent of the loss from random starts in the ball; `broken` decides which points count as successes.
 
@@ -259,6 +311,7 @@ def _ascend(
         restarts: number of starts.
         seed: of the starts.
         finish: applied to the last iterate, which alone is judged; by default every iterate is judged as it is.
+        norm: of the balls.
     """
     x = fresh_strides(x)
     radius = checked_radius(x, epsilon)
@@ -288,20 +341,20 @@ def _ascend(
 
     for _ in range(restarts):
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        z = inside_ball(x, x.double() + _wide(radius, x) * unit(noise), radius)
+        z = inside_ball(x, x.double() + _wide(radius, x) * unit(noise, norm), radius, norm)
         for _ in range(steps):
             moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), finish is None)
-            z = inside_ball(x, z.double() + _wide(length, x) * unit(gradient), radius)
+            z = inside_ball(x, z.double() + _wide(length, x) * unit(gradient, norm), radius, norm)
         z = z if finish is None else finish(z)
         with torch.no_grad():
             score = loss(z).double()
         keep(z, score, True)
         if bool(success.all()):
             break
-    distance = (best.double() - x.double()).flatten(1).norm(dim=1)
+    distance = _length(best.double() - x.double(), norm)
     return AttackResult(best, success & (distance <= radius), distance)
 
 

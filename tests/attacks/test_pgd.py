@@ -16,17 +16,18 @@ def _linear() -> nn.Module:
     return model.eval()
 
 
-def test_finds_the_boundary_of_a_linear_model_to_one_percent():
+@pytest.mark.parametrize(("norm", "dual"), [("l2", 1.0), ("linf", 1.4), ("l1", 0.8)])
+def test_finds_the_boundary_of_a_linear_model_to_one_percent(norm, dual):
     x = torch.tensor([[0.6, 0.8], [1.2, 1.6], [-0.6, -0.8]])
     y = torch.tensor([0, 0, 1])
-    distance = torch.tensor([1.0, 2.0, 1.0])
+    distance = torch.tensor([1.0, 2.0, 1.0]) / dual
     model = _linear()
-    assert not pgd(model, x, y, 0.99 * distance, restarts=3).success.any()
-    assert pgd(model, x, y, 1.01 * distance, steps=100, restarts=3).success.all()
-    one, two = (pgd(model, x, y, 0.5, seed=3) for _ in range(2))
+    assert not pgd(model, x, y, 0.99 * distance, restarts=3, norm=norm).success.any()
+    assert pgd(model, x, y, 1.01 * distance, steps=100, restarts=3, norm=norm).success.all()
+    one, two = (pgd(model, x, y, 0.5, seed=3, norm=norm) for _ in range(2))
     assert torch.equal(one.adversarial, two.adversarial)
     assert model.weight.grad is None
-    wrong = pgd(model, x, 1 - y, 0.0)
+    wrong = pgd(model, x, 1 - y, 0.0, norm=norm)
     assert wrong.success.all()
     assert torch.equal(wrong.adversarial, x)
 
@@ -45,9 +46,10 @@ def test_projection_ends_inside_in_float64(radius, scale, dtype, seed):
         3, 50, generator=generator, dtype=torch.float64
     )
     r = torch.full((3,), radius, dtype=torch.float64)
-    stored = inside_ball(x, z, r)
-    assert stored.dtype == dtype
-    assert ((stored.double() - x.double()).norm(dim=1) <= radius).all()
+    for norm, order in (("l2", 2), ("linf", float("inf")), ("l1", 1)):
+        stored = inside_ball(x, z, r, norm)
+        assert stored.dtype == dtype
+        assert ((stored.double() - x.double()).norm(dim=1, p=order) <= radius).all()
 
 
 def test_restarts_help_and_never_leave_the_ball():
@@ -105,6 +107,7 @@ def test_bad_input_is_refused():
         lambda: pgd(_linear(), x, y, float("nan")),
         lambda: pgd(_linear(), x, y, 0.1, steps=0),
         lambda: pgd(_linear(), x, y, 0.1, restarts=0),
+        lambda: pgd(_linear(), x, y, 0.1, norm="l3"),
     ):
         with pytest.raises(InputError):
             call()

@@ -43,16 +43,24 @@ def test_misspelt_words_get_suggestions(equipoise, line, suggestion):
     assert "Traceback" not in ran.err
 
 
-def test_the_command_line_starts_without_torch():
+def test_help_and_completion_do_not_wait_for_torch():
     code = (
         "import sys\n"
+        "from typer.testing import CliRunner\n"
         "from equipoise.cli.app import COMMANDS, build\n"
         "for command in COMMANDS:\n"
-        "    build(wanted=command.name)\n"
+        "    ran = CliRunner().invoke(build(wanted=command.name), [command.name, '--help'])\n"
+        "    assert ran.exit_code == 0 and ran.stdout.count('\\n') <= 50, ran.stdout\n"
+        "    assert sum(line.startswith('  --') for line in ran.stdout.splitlines()) <= 20\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    line = {"_EQUIPOISE_COMPLETE": "complete_bash", "COMP_WORDS": "equipoise audit --in", "COMP_CWORD": "2"}
+    command = [sys.executable, "-X", "importtime", "-m", "equipoise"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **line})
+    assert done.stdout.split() == ["--input-shape"]
+    assert "| torch" not in done.stderr
 
 
 def test_a_command_that_is_not_wanted_is_listed_but_not_loaded(monkeypatch, tmp_path):

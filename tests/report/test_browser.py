@@ -164,6 +164,15 @@ def test_downloads_hold_every_number(browser, pages, report_parts):
         assert float(rows[1].split(",")[-2]) == whole.series[0].results.radius[0]
         assert len(page.execute_script("return window.equipoise.layersCsv()").splitlines()) == 6
         page.execute_script("document.getElementById('save-json').click();")
+        for table in page.execute_script("return [...document.querySelectorAll('table[id]')].map((t) => t.id)"):
+            rows = page.execute_script("return document.getElementById(arguments[0]).rows.length", table)
+            assert (
+                len(page.execute_script("return window.equipoise.tableCsv(arguments[0])", table).splitlines()) == rows
+            )
+            latex = page.execute_script("return window.equipoise.tableLatex(arguments[0])", table)
+            assert latex.count("\\\\") == rows
+            assert latex.count(r"\begin{tabular}") == latex.count(r"\bottomrule") == 1
+            assert not set("εασ→×∞%") & set(latex.partition("\n")[2].replace(r"\%", ""))
 
 
 def test_a_spreadsheet_sees_no_formula(browser, tmp_path, report_parts):

@@ -101,15 +101,15 @@ def test_the_data_is_named_and_the_headline_is_the_runs_own_procedure(tmp_path):
     assert {s.data for s in data.series} == {"my pictures"}
     assert [s.own for s in data.series] == [True, False]
     page = render(data, "")
-    assert f"{data.series[0].procedure}, run a: mean of 5 inputs of my pictures" in page
-    assert page.count('<div class="what">average certified radius') == 1
+    assert f"{data.series[0].procedure}, 5 inputs of my pictures, run a" in page
+    assert page.count('<div class="below">average certified radius') == 1
     assert "<td>my pictures</td>" in page
 
 
 def test_every_network_has_a_card_and_what_is_left_is_counted(report_parts):
     runs = tuple(report_parts.series(5, f"net {i // 3}", f"run {i}", own=True) for i in range(15))
     page = render(ReportData("many", series=runs), "")
-    assert page.count('<div class="what">average certified radius') == 8
+    assert page.count('<div class="below">average certified radius') == 8
     assert '<div class="number">7</div>' in page
 
 
@@ -205,6 +205,18 @@ def test_pictures_are_png_and_their_numbers_are_numbers(tmp_path, key, value):
     (tmp_path / "gallery.json").write_text(json.dumps({"pictures": [picture]}))
     with pytest.raises(InputError, match=key):
         report.load_gallery(tmp_path)
+
+
+def test_radii_of_two_norms_share_no_axis(folder, tmp_path):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    x = torch.rand(5, 1, 2, 2)
+    for norm in ("l2", "linf"):
+        prove(net, (x, net(x).argmax(1)), run_dir=tmp_path / norm, norm=norm)
+    charts = json.loads(
+        render(collect([tmp_path / "l2", tmp_path / "linf"]), "p").partition('id="data">')[2].partition("</")[0]
+    )["charts"]
+    titles = [charts[f"curves-{i}"]["layout"]["xaxis"]["title"]["text"] for i in range(2)]
+    assert titles == ["perturbation ε (ℓ2)", "perturbation ε (ℓ∞)"]
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------

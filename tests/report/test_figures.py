@@ -82,8 +82,11 @@ def test_radii_histogram_counts_every_input(report_parts):
 
 def test_layer_shares_name_the_layers(report_parts):
     figure = figures.layer_shares(report_parts.audit("m", report_parts.bound("<conv>")))
-    assert figure["data"][0]["x"][0] == "&lt;conv&gt;.0"
-    assert figure["data"][0]["y"][0] == pytest.approx(0.4)
+    assert figure["data"][0]["y"][0] == "&lt;conv&gt;.0 · 1"
+    assert figure["data"][0]["x"][0] == pytest.approx(0.4)
+    many = figures.layer_shares(report_parts.audit("m", report_parts.bound("encoder." * 20, layers=90)))["data"][0]
+    assert len(many["y"]) == len(set(many["y"])) == figures.BARS
+    assert max(map(len, many["y"])) < 40
     json.dumps(figure, allow_nan=False)
 
 

@@ -26,8 +26,9 @@ def test_sampled_runs_are_attacked_inside_and_beyond(tmp_path, net, xy, settings
     assert "0 of" in summary.lines()[1]
 
 
-def test_proved_runs_show_the_power_of_the_attack(tmp_path, net, xy):
-    run = prove(net, xy, run_dir=tmp_path / "a")
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
+def test_proved_runs_show_the_power_of_the_attack(tmp_path, net, xy, norm):
+    run = prove(net, xy, run_dir=tmp_path / "a", norm=norm)
     summary = attack_run(tmp_path / "a", net, xy, steps=20)
     assert summary.kind == "base"
     assert summary.broken == []

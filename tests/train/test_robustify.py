@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.checkpoints import load_weights, register_model, save_checkpoint
+from equipoise.checkpoints import load_model, load_weights, register_model, save_checkpoint
 from equipoise.conversion import make_lipschitz
 from equipoise.core import InputError
 from equipoise.data import load_dataset
 from equipoise.models import load
-from equipoise.train import robustify, run_recipe
+from equipoise.train import plan_robustify, robustify, run_recipe
 
 pytestmark = pytest.mark.medium
 
@@ -98,3 +98,17 @@ def test_a_factory_and_its_weights(tmp_path, monkeypatch):
     load_weights(again, tmp_path / "run" / "model.safetensors")
     x, _ = test.batch(range(4))
     assert torch.allclose(again.eval()(x), found.result.model(x))
+    program = load_model(tmp_path / "run").model.module()  # model.pt2, with plain layers
+    assert torch.allclose(program(x[:1]), found.result.model(x[:1]), atol=1e-5)
+
+
+def test_a_hugging_face_folder_and_what_it_would_cost(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(
+        num_channels=1, embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=10
+    )
+    transformers.ResNetForImageClassification(config).save_pretrained(tmp_path / "hub")
+    changes = ["epochs=1", "batch_size=32", "data.limit=64", "data.test_limit=32"]
+    assert plan_robustify(tmp_path / "hub", data="digits", changes=changes)["steps"] == 2
+    found = robustify(tmp_path / "hub", tmp_path / "run", data="digits", changes=changes, cpu=True)
+    assert found.after["bound"] <= 1.05 < found.before["bound"]

@@ -142,6 +142,8 @@ def _count(folder: Path) -> tuple[int, int]:
 
 def _load(builder: Any, settings: Any, folder: Path) -> nn.Module:
     """The model with the weights of the folder, by transformers' reader, which knows how names were called earlier."""
+    from transformers.utils import logging as transformers_logging
+
     load = functools.partial(
         builder.from_pretrained,
         folder,
@@ -152,6 +154,7 @@ def _load(builder: Any, settings: Any, folder: Path) -> nn.Module:
         ignore_mismatched_sizes=True,  # they are reported, and refused below
         output_loading_info=True,
     )
+    transformers_logging.disable_progress_bar()
     with unlogged():
         model, info = guarded(load, f"{folder}: loading the weights")
     wrong = [

@@ -63,7 +63,7 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
     if source.endswith(".onnx"):
         return _onnx(source)
     if folder:
-        return _directory(source)
+        return _directory(source, batch)
     if Path(source).suffix in _PICKLES and (":" not in source or Path(source).is_file()):
         raise Refused(
             f"{source}: pickles are never opened; export the model: "
@@ -77,13 +77,16 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
     return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
 
 
-def _directory(source: str) -> Loaded:
+def _directory(source: str, batch: int) -> Loaded:
     from equipoise.checkpoints.huggingface import is_hugging_face, load_hugging_face
 
     path = Path(source) / "config.json"
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and is_hugging_face(config):
         return Loaded(source, *load_hugging_face(Path(source), config))
+    program = path.with_name("model.pt2")
+    if config is None and program.is_file():  # what `equipoise train --from` leaves
+        return load_model(program, batch=batch)
     return Loaded(source, *load_checkpoint(source))
 
 

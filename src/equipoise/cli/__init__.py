@@ -5,6 +5,7 @@ quick.
 """
 
 import io
+import os
 import sys
 
 
@@ -14,10 +15,13 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal without UTF-8 shows "?" for what it cannot show
-    wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            # a terminal without UTF-8 shows "?" for what it cannot show
+            stream.reconfigure(errors="replace")
+    words = sys.argv
+    if "_EQUIPOISE_COMPLETE" in os.environ:  # a shell asks what may follow a line
+        line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+        words = line.split()
+    wanted = next((word for word in words[1:] if not word.startswith("-")), "")
     run_to_exit(build(wanted=wanted), sys.argv[1:])
 
 

@@ -91,7 +91,6 @@ def build(commands: tuple[Command, ...] | None = None, wanted: str | None = None
         name="equipoise",
         help=_verbatim(HELP),
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -115,24 +114,25 @@ class Commands(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
-        from equipoise.core.errors import EquipoiseError, one_line, out_of_memory
-
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(130) from None
-        except EquipoiseError as error:
-            sentence = str(error)
+        except (typer.Exit, UsageError):
+            raise
         except Exception as error:
-            too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-            if not too_long and not out_of_memory(error):
+            # imported here, not above: the module imports torch, and help is quick
+            from equipoise.core.errors import EquipoiseError, one_line, out_of_memory
+
+            if isinstance(error, EquipoiseError):
+                sentence = str(error)
+            elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                sentence = "a name given is too long"
+            elif out_of_memory(error):
+                sentence = f"this does not fit into memory ({one_line(error)})"
+            else:
                 raise
-            sentence = (
-                "a name given is too long"
-                if too_long
-                else f"this does not fit into memory ({one_line(error)})"
-            )
         complain(sentence)
         if ctx.meta["json"]:
             emit_json({"error": sentence})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import complain, emit_json, messages, tell
+from equipoise.cli.consoles import complain, emit_json, progress, tell
 
 if TYPE_CHECKING:
     from equipoise.lipschitz.report import Report
@@ -50,9 +50,16 @@ def audit(
     from equipoise.core.bounds import format_up
     from equipoise.core.files import atomic_write
 
-    with messages().status(f"bounding {model} …"):  # only on a terminal
+    shape = options.sizes(input_shape)
+    with progress(f"bounding {model}, node by node") as update:
         report = audit_report(
-            model, weights, options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain
+            model,
+            weights,
+            shape,
+            ball=ball,
+            rtol=rtol,
+            chain=chain,
+            progress=lambda done, total: update(completed=done, total=total),
         )
     if html is not None:
         atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
@@ -71,7 +78,7 @@ def audit_report(
         source: what `load_model` takes.
         weights: of a factory.
         shape: of one input, where the source does not say it.
-        **settings: ball, rtol and chain of `lipschitz_bound`.
+        **settings: ball, rtol, chain and progress of `lipschitz_bound`.
     """
     from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound

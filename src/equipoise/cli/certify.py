@@ -11,7 +11,7 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Job, Results, Row, Run
+    from equipoise.runs import Job, Results, Row, Run, Settings
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
 _RUNNING = ("workers", "address", "batch_size", "retry_failed")
@@ -28,6 +28,7 @@ def certify(
         typer.Option(help="noise level in the units of the data; or one per channel: 0.2,0.2,0.5"),
     ],
     run: options.RunFolder = None,
+    weights: options.Weights = None,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
     procedure: Annotated[
@@ -51,9 +52,8 @@ def certify(
 
     Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
     noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
-    radius is decided); of model and data weights, denoiser, size
-    ([32,32]), layout, columns (["x","y"]); of the execution workers (on Ray), address,
-    batch_size, retry_failed.
+    radius is decided); of model and data denoiser, size ([32,32]), layout, columns
+    (["x","y"]); of the execution workers (on Ray), address, batch_size, retry_failed.
 
     Examples:
 
@@ -71,9 +71,12 @@ def prove(
     model: options.Model,
     data: options.Data,
     run: options.RunFolder = None,
+    weights: options.Weights = None,
     norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
     effort: Annotated[str, typer.Option(help="auto, fast, relaxation or integral")] = "auto",
-    seconds: Annotated[float | None, typer.Option(help="processor time per input")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="processor time per input at most; 0: no limit", min=0)
+    ] = 60,
     limit: options.Limit = None,
     shard: options.Shard = None,
     split: options.Split = None,
@@ -104,7 +107,7 @@ def prove(
     levels = options.epsilons(epsilon)
     asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
     values = [f"epsilon={asked}"] if asked > 0 else []
-    _perform("proved", **(given | {"set_": [*values, *(set_ or [])]}))
+    _perform("proved", **(given | {"seconds": seconds or None, "set_": [*values, *(set_ or [])]}))
 
 
 def _perform(
@@ -158,10 +161,13 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
     from equipoise.runs.store import read_manifest, require_same
 
     folder = run or job.default_folder()
+    left = len(job.positions)
     if is_run(folder):
         require_same(folder, read_manifest(folder), job.manifest)
-    if not is_run(folder) or not open_run(folder).finished:
-        for line in preflight(job).lines():
+        left -= len(open_run(folder).rows)
+    if left:
+        report = preflight(job)
+        for line in [*report.lines(), *_forecast(job.settings, left, report.seconds)]:
             say(line)
     try:
         with progress("certifying") as update:
@@ -172,6 +178,27 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
             return start(job, folder, progress=show, **execution)
     except KeyboardInterrupt:
         options.interrupted(folder)
+
+
+def _forecast(settings: Settings, inputs: int, seconds: float) -> list[str]:
+    """How long the rest of a run takes.
+
+    Args:
+        settings: of the run.
+        inputs: how many are left.
+        seconds: of one forward pass of one input.
+    """
+    each = settings.seconds
+    if settings.kind == "sampled":
+        each = (settings.n0 + settings.n) * seconds
+    if each is None:
+        return []
+    total = each * inputs
+    unit, size = next(
+        ((unit, size) for unit, size in (("h", 3600), ("min", 60)) if total >= 2 * size), ("s", 1)
+    )
+    most = "at most " if settings.kind == "proved" or settings.adaptive else "about "
+    return [f"{inputs} inputs take {most}{total / size:.3g} {unit} on one core"]
 
 
 def _write_votes(run: Run, folder: Path) -> None:

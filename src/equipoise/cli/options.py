@@ -160,6 +160,8 @@ def make_recipe(**values: Any) -> Recipe:
     from equipoise.core.files import check_document
     from equipoise.runs.store import Recipe
 
+    if "weights" in values:
+        values["weights"] = str(values["weights"])
     if "mean" in values or "std" in values:
         takes = "--mean and --std take one number per channel"
         mean = numbers(str(values.get("mean", 0)), takes)

@@ -44,7 +44,7 @@ def train(
         str | None,
         typer.Option(
             "--from",
-            help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it.",
+            help="Convert a checkpoint, Hugging Face folder or package.module:factory to 1-Lipschitz layers and train it.",
         ),
     ] = None,
     weights: Annotated[
@@ -85,19 +85,25 @@ def train(
     """
     from equipoise.train import read_recipe, run_recipe
     from equipoise.train.loop import plan_recipe
-    from equipoise.train.robustify import robustify
+    from equipoise.train.robustify import plan_robustify, robustify
 
     if listed:
         _list(json)
         return
     if source is not None:
-        folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(
-            ":", "-"
-        )
-        outcome = _trained(
-            robustify, source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes or [],
-            minutes=minutes, cpu=cpu,
-        )  # fmt: skip
+        name = f"{Path(source).resolve().name}-{method}"
+        folder = run_dir or Path("runs") / name.replace(":", "-")
+        task: dict[str, Any] = {
+            "weights": weights,
+            "method": method,
+            "data": data,
+            "recipe": recipe,
+            "changes": changes or [],
+        }
+        if planned:
+            _show_plan(plan_robustify(source, **task), json)
+            return
+        outcome = _trained(robustify, source, folder, minutes=minutes, cpu=cpu, **task)
         if json:
             emit_json({**outcome.to_dict(), "folder": str(folder)})
         else:
@@ -107,9 +113,8 @@ def train(
                 for name, text in _figures(outcome.after).items()
             ]
             print_table(f"{source} → {folder}", rows)
-            tell(
-                f"not converted: {', '.join(r.name for r in outcome.conversion.left) or 'nothing'}"
-            )
+            left = ", ".join(row.name for row in outcome.conversion.left)
+            tell(f"not converted: {left or 'nothing'}", f"Next: equipoise audit {folder}/model.pt2")
         return
     if recipe is None:
         refuse(
@@ -117,15 +122,18 @@ def train(
         )
     checked = read_recipe(recipe, changes or [], allow_code=allow_code)
     if planned:
-        plan = plan_recipe(checked)
-        line = f"{plan['steps']:,} steps of {plan['step_seconds']:.3g} s of processor time: {plan['hours']:.3g} h"
-        emit_json(plan) if json else tell(line)
+        _show_plan(plan_recipe(checked), json)
         return
     result = _trained(
         run_recipe, checked, run_dir or Path("runs") / checked.name, minutes=minutes, cpu=cpu
     )
     if _reports():
         emit_json(result.to_dict()) if json else _show(result)
+
+
+def _show_plan(plan: dict[str, Any], json: bool) -> None:
+    line = f"{plan['steps']:,} steps of {plan['step_seconds']:.3g} s of processor time: {plan['hours']:.3g} h"
+    emit_json(plan) if json else tell(line)
 
 
 def _list(json: bool) -> None:

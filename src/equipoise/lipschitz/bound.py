@@ -1,6 +1,7 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -10,10 +11,10 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import format_up
 from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.capture import Program, capture, in_single_precision
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
-from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Scaled, Sum
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row, pair_constants
@@ -33,6 +34,7 @@ def lipschitz_bound(
     rtol: float = 1e-3,
     chain: ChainMethod = "closed",
     batch_dim: int | None = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """How much can this network stretch an ℓ2 distance between inputs? A proved upper bound, with a row per layer.
 
@@ -50,6 +52,7 @@ def lipschitz_bound(
             max pooling, up to 3,000 neurons; refused by name beyond.
         batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
             the input as a whole. A network whose samples depend on each other along it is refused.
+        progress: called with (done, total) before every operation of the network.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -67,7 +70,6 @@ def lipschitz_bound(
         raise InputError(
             "lipschitz_bound needs example_input: the bound depends on the input's shape"
         )
-    model, example_input, stored = in_single_precision(model, example_input)
     program = capture(model, example_input, batch_dim=batch_dim)
     if ball is not None and isinstance(model, ExportedProgram):
         shapes = [node.meta["val"].shape for node in program.inputs]
@@ -75,17 +77,17 @@ def lipschitz_bound(
             raise Refused(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
-    report = _report(program, ball, rtol, chain)
+    run = propagate(program, ball, rtol, progress=progress)
+    report = _report(run, ball, rtol, chain)
     claims = (
         f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
         for r in program.regions
         if r.declared
     )
-    return replace(report, notes=tuple(note for note in (*report.notes, stored, *claims) if note))
+    return replace(report, notes=(*report.notes, *claims))
 
 
-def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
-    run = propagate(program, ball, rtol)
+def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     together = chain_total(run)
     if chain == "multipliers":
         multipliers = whole_bound(run, Cache(rtol))
@@ -103,7 +105,7 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
         rows(run),
         method,
         ball,
-        program.notes,
+        run.program.notes,
         together,
         pair_constants(run),
     )
@@ -112,7 +114,7 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
 def _silent(step: Step) -> bool:
     """Whether an operation only moves, chooses or shifts: it has no row of its own."""
     match step.map:
-        case Copy() | Pieces() | Piece():
+        case Copy():
             return all(gain <= 1 for _, gain in step.gains)
         case Scaled(factor=factor, shift=shift):
             return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1

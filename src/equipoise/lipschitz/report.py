@@ -14,6 +14,9 @@ from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
 
+#: kinds of rows that hold nothing to shrink
+_ADDITIONS = ("sum", "difference")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -70,11 +73,12 @@ class Report:
         return exp_up(self.log_fused)
 
     def fix_first(self, count: int = 3) -> tuple[Row, ...]:
-        """The rows that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %.
+        """The layers that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %.
 
-        Empty where no layer stretches, so loop over it rather than taking its first entry.
+        Sums of branches are left out: what can be shrunk are the layers in them. Empty where no layer stretches, so loop over
+        it rather than taking its first entry.
         """
-        heavy = [r for r in self.layers if r.upper > 1 and r.share > 0]
+        heavy = [r for r in self.layers if r.upper > 1 and r.share > 0 and r.kind not in _ADDITIONS]
         return tuple(sorted(heavy, key=lambda r: -r.share)[:count])
 
     @property

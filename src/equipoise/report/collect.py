@@ -20,6 +20,7 @@ from equipoise.core.files import Document, NonNegative, atomic_write, parse_docu
 from equipoise.report import audits as audit_file
 from equipoise.report.audits import Audit
 from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
+from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
 
 Floats = NDArray[np.float64]
@@ -39,7 +40,7 @@ class Series:
     `results` are the run's own, so certified accuracy is computed by the same function as in every command. `assumption` is
     what they rest on without proof, `data` names the data, `total` is how many inputs the run is to have, `own` whether the
     run was made for this procedure: other curves of the run are derived beside it. `rivals` and `methods` are, for proved
-    runs, the classes that limit the radii and what proved them.
+    runs, the classes that limit the radii and what proved them. `norm` is that of the balls.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Series:
     own: bool = True
     rivals: tuple[int, ...] = ()
     methods: tuple[str, ...] = ()
+    norm: str = "ℓ2"
 
     @property
     def inputs(self) -> str:
@@ -222,8 +224,10 @@ def collect(
             )
             continue
         run, model = runs[name], titles[name]
-        attacks += closest(model, name, [str(i) for i in run.ids], run.attacks())
-        for s in _series(name, model, run, alpha):
+        norm = BALLS[run.settings.norm]
+        panel = model if norm == "ℓ2" else f"{model}, {norm}"  # radii of two norms share no axis
+        attacks += closest(panel, name, [str(i) for i in run.ids], run.attacks())
+        for s in _series(name, panel, run, alpha):
             series.append(s)
             count, violations = run.contradictions(s.results)
             tried += count
@@ -320,6 +324,7 @@ def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series
             own=len(options) < 2,
             rivals=tuple(row.rival for row in run.rows) if proved else (),
             methods=tuple(row.failure or row.method for row in run.rows) if proved else (),
+            norm=BALLS[settings.norm],
         )
         for label, options in ways.items()
     ]
@@ -374,7 +379,7 @@ def as_document(data: ReportData) -> dict[str, Any]:
         r = s.results
         entry = {
             name: getattr(s, name)
-            for name in ("model", "run", "procedure", "data", "total", "own", "ids")
+            for name in ("model", "run", "procedure", "norm", "data", "total", "own", "ids")
         }
         entry |= {
             name: getattr(r, name)

@@ -16,11 +16,15 @@ Figure = dict[str, Any]
 
 #: Okabe & Ito's colours, told apart by everyone
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
+DASHES = ("solid", "dash", "dot", "dashdot")
+#: neighbours differ in colour and dash, so that curves which coincide are both seen
 STYLES: list[Figure] = [
-    {"color": colour, "dash": dash}
-    for dash in ("solid", "dash", "dot", "dashdot")
-    for colour in PALETTE
+    {"color": colour, "dash": DASHES[(turn + i) % len(DASHES)]}
+    for turn in range(len(DASHES))
+    for i, colour in enumerate(PALETTE)
 ]
+#: bars of one chart at most
+BARS = 24
 #: points of one drawn curve at most
 POINTS = 240
 
@@ -76,6 +80,11 @@ def reach(series: Sequence[Series]) -> float:
     return 1.08 * max([*tops, 0.0]) or 1.0
 
 
+def norm_of(series: Sequence[Series]) -> str:
+    """The norm of the balls of one chart's curves."""
+    return series[0].norm if series else "ℓ2"
+
+
 def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> Figure:
     """Certified accuracy of every procedure, and the accuracy under attack that no sound certificate can exceed.
 
@@ -111,7 +120,7 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
     answer = "right" if any(s.results.labelled for s in series) else "any"
     return _figure(
         traces,
-        {"title": {"text": "perturbation ε (ℓ2)"}, "range": [0, end]},
+        {"title": {"text": f"perturbation ε ({norm_of(series)})"}, "range": [0, end]},
         {
             "title": {"text": f"share of inputs, {answer} answer"},
             "range": [0, 1.02],
@@ -141,22 +150,47 @@ def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
         traces.append(_trace(name, x, shares, texts, line=line))
     return _figure(
         traces,
-        {"title": {"text": "certified radius (ℓ2)"}, "range": [0, end]},
+        {"title": {"text": f"certified radius ({norm_of(series)})"}, "range": [0, end]},
         {"title": {"text": "share of inputs"}, "tickformat": ".0%", "rangemode": "tozero"},
     )
 
 
 def layer_shares(audit: Audit) -> Figure:
-    """The share of every layer in the logarithm of the product bound; negative: it shrinks distances."""
-    layers = [layer for layer in audit.bound.layers if layer.share]
-    shares = [layer.share for layer in layers]
-    texts = [f"{100 * share:.1f} % of log L" for share in shares if share is not None]
-    names = [html.escape(layer.name, quote=False) for layer in layers]
+    """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances."""
+    layers = [(number, layer) for number, layer in enumerate(audit.bound.layers, 1) if layer.share]
+    largest = sorted(layers, key=lambda row: abs(row[1].share or 0.0))[-BARS:]
+    rows = [row for row in layers if row in largest]
+    shares = [layer.share for _, layer in rows]
+    texts = [
+        f"{layer.name}, {layer.kind}<br>{100 * (layer.share or 0):.1f} % of log L"
+        for _, layer in rows
+    ]
+    # the number of the table's row tells operations of one module apart
+    names = [f"{_short(layer.name)} · {number}" for number, layer in rows]
+    style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
     return _figure(
-        [_trace(audit.model, names, shares, texts, type="bar", marker={"color": PALETTE[0]})],
-        {"type": "category"},
+        [
+            _trace(
+                audit.model,
+                shares,
+                [_plain(name) for name in names],
+                [_plain(t) for t in texts],
+                **style,
+            )
+        ],
         {"title": {"text": "share of log L"}, "tickformat": ".0%"},
+        {"type": "category", "autorange": "reversed", "dtick": 1},
     )
+
+
+def _short(name: str, most: int = 30) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return name if len(name) <= most else "…" + name[1 - most :]
+
+
+def _plain(text: str) -> str:
+    """Text for plotly, which reads tags and entities."""
+    return html.escape(text, quote=False).replace("&lt;br&gt;", "<br>")
 
 
 def _trace(name: str, x: list[Any], y: list[Any], texts: list[str], **style: Any) -> Figure:

@@ -83,9 +83,11 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         "down": format_down,
         "log": show_log,
         "percent": percent,
+        "epsilon": "ε = {}".format,
     }
     source = _plotly_source() if plotly is None else plotly
     charts = _charts(data) if source else {}
+    norms = dict.fromkeys(s.norm for s in data.series)
     caveats = dict.fromkeys(s.results.about.partition(". ")[2] for s in data.series)
     assets = resources.files("equipoise.report").joinpath("assets")
     return environment.get_template("report.html.j2").render(
@@ -93,7 +95,10 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         refresh=refresh,
         charts=charts,
         models=list(enumerate(data.models[:PANELS])),
-        levels={f"ε = {e}": e for e in levels(figures.reach(data.series))},
+        levels={
+            norm: levels(figures.reach([s for s in data.series if s.norm == norm]))
+            for norm in norms
+        },
         caveats=list(filter(None, caveats)) or [NOT_COVERED],
         payload=in_script({"charts": charts, **as_document(data)}),
         plotly=source.replace("</script", "<\\/script"),
@@ -105,10 +110,11 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
 def _charts(data: ReportData) -> dict[str, figures.Figure]:
     """Every plotly figure by the id of its place on the page."""
     charts: dict[str, figures.Figure] = {}
-    end = figures.reach(data.series)
     for i, model in enumerate(data.models[:PANELS]):
         own = [s for s in data.series if s.model == model]
         if own:
+            # networks beside each other share an axis
+            end = figures.reach([s for s in data.series if s.norm == own[0].norm])
             charts[f"curves-{i}"] = figures.curves(
                 own, [a for a in data.attacks if a.model == model], end
             )

@@ -104,9 +104,10 @@ def attack_run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> AttackSummary:
-    """ℓ2 attacks on the inputs of a run: at 0.99 and 1.5 times every certified radius, and at given radii.
+    """Attacks on the inputs of a run: at 0.99 and 1.5 times every certified radius, and at given radii.
 
-    The attack is on what the certificates are about: the smoothed classifier of a sampled run, the network of a proved one.
+    The attack is on what the certificates are about: the smoothed classifier of a sampled run in ℓ2, the network of a proved
+    one in the norm of its balls.
     A smoothed success is a test at level 0.001 on `votes` draws; inside a certified radius it counts only if ten times as many
     fresh draws confirm it at a level of one in a million. Results go into the run, one input at a time; what was stored with
     the same settings is not attacked again.
@@ -203,9 +204,7 @@ class _Attacker:
         if row.failure is not None:
             return []
         radius = self.certified[row.id]
-        # ℓ2 balls lie in ℓ∞ balls of the same radius, but not in ℓ1 balls
-        comparable = self.kind == "smoothed" or self.run.settings.norm != "l1"
-        own = {radius * INSIDE, radius * BEYOND} if comparable and 0 < radius < 1e30 else set()
+        own = {radius * INSIDE, radius * BEYOND} if 0 < radius < 1e30 else set()
         return sorted(own | set(levels))
 
     def attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
@@ -245,7 +244,8 @@ class _Attacker:
         for epsilon in radii:
             if reached > epsilon:
                 if self.kind == "base":
-                    result = pgd(self.module, x, y, epsilon, **self.settings)
+                    norm = self.run.settings.norm
+                    result = pgd(self.module, x, y, epsilon, norm=norm, **self.settings)
                 else:
                     result = smooth_pgd(
                         self._classifier(seed),

@@ -51,7 +51,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
-_BALL = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}
+#: how the norm of a ball is written
+BALLS = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +397,7 @@ class Run:
             raise InputError(
                 "a proved run has no risk and no procedure: there is nothing to derive anew"
             )
-        ball = _BALL[self.settings.norm]
+        ball = BALLS[self.settings.norm]
         about = (
             f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball, for the real "
             "function of the stored weights, evaluated in float64 with its rounding covered."
@@ -470,8 +471,6 @@ class Run:
         Args:
             results: the certificates.
         """
-        if self.kind == "proved" and self.settings.norm == "l1":
-            return 0, []  # ‖δ‖₁ may be larger than the ℓ2 distance of an attack
         kind = "base" if self.kind == "proved" else "smoothed"
         certified = self.certified(results)
         nearest: dict[InputId, float] = {}

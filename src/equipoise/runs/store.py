@@ -537,7 +537,7 @@ class Row(Document):
 
 
 class AttackRow(Document):
-    """One attack on one input: whether some x' with ‖x' − x‖₂ ≤ epsilon was misclassified, and at what distance.
+    """One attack on one input: whether some x' with ‖x' − x‖ ≤ epsilon was misclassified, and at what distance (run's norm).
 
     The key is everything but the outcome: repeating an attack replaces its row, changing it adds one.
 

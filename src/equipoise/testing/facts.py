@@ -84,16 +84,13 @@ def _inputs(run: Propagation, ball: float, points: int, seed: int) -> list[list[
 def _values(run: Propagation, inputs: list[Tensor]) -> Values:
     """The tensors of every node, in float64 as the real functions that operations stand for.
 
-    All pieces of a split; of an operation that also returns positions or statistics, the first result.
+    Of an operation that also returns positions or statistics, the first result.
     """
     values: dict[fx.Node, Any] = dict(zip(run.program.inputs, inputs, strict=True))
     with torch.no_grad():
         for node in run.program.nodes:
             values[node] = exactly(node, values, run.program.constants.__getitem__)
-    return {
-        node: flat_tensors(value) if run.facts[node].signal.pieces else flat_tensors(value)[:1]
-        for node, value in values.items()
-    }
+    return {node: flat_tensors(value)[:1] for node, value in values.items()}
 
 
 Comparison = tuple[str, float, float, float]

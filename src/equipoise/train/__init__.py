@@ -4,10 +4,10 @@ from equipoise.train.build import build_data
 from equipoise.train.config import Recipe, bundled, read_recipe
 from equipoise.train.loop import Diverged, Progress, Result, run_recipe
 from equipoise.train.losses import LOSSES, OBJECTIVES
-from equipoise.train.robustify import robustify
+from equipoise.train.robustify import plan_robustify, robustify
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS
 
 __all__ = [
     "AUGMENTATIONS", "LOSSES", "OBJECTIVES", "PROJECTIONS", "REGULARIZERS", "Diverged", "Progress", "Recipe",
-    "Result", "build_data", "bundled", "read_recipe", "robustify", "run_recipe",
+    "Result", "build_data", "bundled", "plan_robustify", "read_recipe", "robustify", "run_recipe",
 ]  # fmt: skip

@@ -147,34 +147,41 @@ def run_recipe(
     return Result(checked, run.measured.eval(), run.history, final, seconds, folder, finished)
 
 
-def step_seconds(recipe: Recipe, parts: Parts, steps: int = 1) -> float:
+def step_seconds(
+    recipe: Recipe, parts: Parts, steps: int = 1, model: nn.Module | None = None
+) -> float:
     """Processor seconds of a training step: the smallest of `steps`, after one to warm up.
 
     Args:
         recipe: what would be trained.
         parts: its data.
         steps: how many are timed.
+        model: the network, where it is not the recipe's factory that makes it.
     """
     seconds = []
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        run = Training(recipe, parts, cpu=True)
+        run = Training(recipe, parts, True, model)
         for _ in range(steps + 1):
             run.batch = 0
             began = time.process_time()
-            run.take_step(torch.arange(len(parts.train)))
+            run.take_step(parts.train.order(recipe.seed, 0))
             seconds.append(time.process_time() - began)
     return min(seconds[1:])
 
 
-def plan_recipe(recipe: Recipe) -> Document:
+def plan_recipe(recipe: Recipe, model: nn.Module | None = None) -> Document:
     """What training would cost on this machine: the number of steps, and the processor time of one.
+
+    Args:
+        recipe: what would be trained.
+        model: the network, where it is not the recipe's factory that makes it.
 
     >>> plan_recipe(read_recipe("sll-sr-digits"))["steps"]
     660
     """
     parts = build_data(recipe.data)
-    seconds = step_seconds(recipe, parts)
+    seconds = step_seconds(recipe, parts, model=model)
     steps = recipe.epochs * (len(parts.train) // min(recipe.batch_size, len(parts.train)))
     hours = steps * seconds / 3600
     return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": hours}

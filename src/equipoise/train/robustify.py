@@ -4,20 +4,22 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from equipoise.checkpoints import load_model
-from equipoise.conversion import Conversion, make_lipschitz
+from equipoise.checkpoints.huggingface import is_hugging_face
+from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json
 from equipoise.core.precision import deflate
 from equipoise.nn.models import MODELS
 from equipoise.nn.wrappers import known_constant
-from equipoise.train.build import build_data, require_fit
-from equipoise.train.config import Document, read_recipe
-from equipoise.train.loop import Report, Result, run_recipe
+from equipoise.train.build import Part, build_data, require_fit
+from equipoise.train.config import Document, Recipe, read_recipe
+from equipoise.train.loop import Report, Result, plan_recipe, run_recipe
 from equipoise.train.losses import LOSSES
 from equipoise.train.metrics import certified_bound, evaluate
 
@@ -62,11 +64,13 @@ def robustify(
     """Convert a network (`make_lipschitz`), train it further, and measure both on the same data.
 
     The layers start from the weights they have; the certificate of the result is proved from its own weights. The run goes on
-    where it stopped. `before-after.json` is written beside the network. The result of a checkpoint of a network of `nn.models`
-    is such a checkpoint again; else `model.safetensors` belongs to `make_lipschitz(factory(), method)`.
+    where it stopped. `before-after.json` and `model.pt2`, the trained network with plain layers, are written beside it. The
+    result of a checkpoint of a network of `nn.models` is such a checkpoint again; else `model.safetensors` belongs to
+    `make_lipschitz(factory(), method)`.
 
     Args:
-        source: a checkpoint folder as `equipoise train` writes it, or `package.module:factory`, your own code.
+        source: a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or `package.module:factory`, your own
+            code.
         run_dir: the folder of the new run.
         weights: safetensors for the factory's network.
         method: of the layers: sr, aol, bcop, cayley, …
@@ -77,47 +81,102 @@ def robustify(
         cpu: do not use a GPU.
         progress: as in `run_recipe`.
     """
-    if not (Path(source).is_dir() or ":" in str(source)):
-        raise InputError(
-            f"{source}: expected a checkpoint folder as `equipoise train` writes it, or package.module:factory (with "
-            "--weights); other files do not say how the network is built with other layers"
-        )
-    model: Any = load_model(source, weights).model
-    name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
-    document = {**_DEFAULT, "data": {"path": data}, "name": name}
-    if recipe is not None:
-        document = read_recipe(recipe).to_dict()
-    # wide dense layers cost less
-    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
-    document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
-    checked = read_recipe(document, changes)
-
-    parts = build_data(checked.data)
-    part = parts.test or parts.validation
-    if part is None:
-        raise InputError(
-            "before and after are measured on a test split or a validation part: the recipe has neither"
-        )
-    require_fit(model, part.source, str(source))
+    conversion = _Task.of(source, weights, method, data, recipe, changes)
+    checked, part, net = conversion.recipe, conversion.part, conversion.net
     shape = part.source.input_shape
-    certified = certified_bound(model, shape, checked.metrics.rtol)
-    before = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
+    certified = certified_bound(conversion.model, shape, checked.metrics.rtol)
+    device = torch.device("cpu")
+    before = evaluate(conversion.model, part, LOSSES["ce"](), device, checked.metrics, certified)
     before["bound"] = certified.upper
 
-    net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape), **options)
     constant = known_constant(net.module)
     if constant is not None:  # a factor that holds for all weights, not only for those at the start
         net.factor.fill_(deflate(1 / max(constant, 1.0)))
     result = run_recipe(checked, run_dir, model=net, minutes=minutes, cpu=cpu, progress=progress)
     after = {**result.final, **result.final.get("test", {})}
+    _save_program(net, shape, Path(run_dir) / "model.pt2")
 
     assert net.conversion is not None
     names = ("accuracy", "certified_accuracy", "bound")
-    columns = ({name: row.get(name) for name in names} for row in (before, after))
+    columns = [{name: row.get(name) for name in names} for row in (before, after)]
     robustified = Robustified(result, net.conversion, *columns)
     text = json.dumps(robustified.to_dict(), indent=1) + "\n"
     atomic_write(Path(run_dir) / "before-after.json", text)
     return robustified
+
+
+def plan_robustify(
+    source: str | Path,
+    *,
+    weights: str | Path | None = None,
+    method: str = "sr",
+    data: str | None = None,
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    changes: Iterable[str] = (),
+) -> Document:
+    """What `robustify` would cost on this machine, as `plan_recipe` says it; nothing is trained.
+
+    Args:
+        source: as for `robustify`, like the other arguments.
+        weights: of the factory.
+        method: of the layers.
+        data: where no recipe is given.
+        recipe: how to train.
+        changes: of the recipe.
+    """
+    task = _Task.of(source, weights, method, data, recipe, changes)
+    return plan_recipe(task.recipe, task.net)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A network before and after its conversion, the recipe that trains it, and the data it is measured on."""
+
+    recipe: Recipe
+    part: Part
+    model: Any
+    net: Rescaled
+
+    @classmethod
+    def of(
+        cls,
+        source: str | Path,
+        weights: str | Path | None,
+        method: str,
+        data: str | None,
+        recipe: str | Path | Mapping[str, Any] | None,
+        changes: Iterable[str],
+    ) -> Self:
+        if not (Path(source).is_dir() or ":" in str(source)):
+            raise InputError(
+                f"{source}: expected a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or "
+                "package.module:factory (with --weights); other files do not say how the network is built with other layers"
+            )
+        model: Any = load_model(source, weights).model
+        name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
+        default = {**_DEFAULT, "data": {"path": data}, "name": name}
+        document = default if recipe is None else read_recipe(recipe).to_dict()
+        # wide dense layers cost less
+        options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
+        document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
+        checked = read_recipe(document, changes)
+
+        parts = build_data(checked.data)
+        part = parts.test or parts.validation
+        if part is None:
+            raise InputError(
+                "before and after are measured on a test split or a validation part: the recipe has neither"
+            )
+        require_fit(model, part.source, str(source))
+        example = torch.zeros(1, *part.source.input_shape)
+        net = make_lipschitz(model, method=method, example_input=example, **options)
+        return cls(checked, part, model, net)
+
+
+def _save_program(net: nn.Module, shape: tuple[int, ...], path: Path) -> None:
+    """The trained network with plain layers as a `.pt2` of one input, which every command takes."""
+    program = torch.export.export(export(net.cpu()), (torch.zeros(1, *shape),))
+    torch.export.save(program, path)
 
 
 def _converted(folder: Path, method: str, options: Document) -> Document | None:
@@ -125,6 +184,8 @@ def _converted(folder: Path, method: str, options: Document) -> Document | None:
     if not folder.is_dir():
         return None
     config = read_json(folder / "config.json")
+    if is_hugging_face(config):
+        return {"factory": "equipoise.checkpoints:load_model", "arguments": {"source": str(folder)}}
     name = str(config.get("factory")).removeprefix("equipoise.nn.models:")
     if name not in MODELS:
         raise InputError(

@@ -221,12 +221,29 @@
     }
     return csv(rows);
   };
+  // every table as it is shown: with its order, and rounded as on the page
+  const shown = (id) => [...by(id).rows].map((row) => [...row.cells].map((c) => c.textContent.trim()));
+  const tex = (text) => text.replace(/[\\&%$#_{}~^]/g, (c) => (c === "\\" ? "\\textbackslash{}" : `\\${c}${"~^".includes(c) ? "{}" : ""}`))
+    .replace(/ε/g, "$\\varepsilon$").replace(/α/g, "$\\alpha$").replace(/σ/g, "$\\sigma$").replace(/ℓ([12∞])/g, (_, p) => `$\\ell_${p === "∞" ? "\\infty" : p}$`)
+    .replace(/→/g, "$\\to$").replace(/×/g, "$\\times$").replace(/∞/g, "$\\infty$").replace(/−/g, "$-$").replace(/·/g, "$\\cdot$");
+  const tableCsv = (id) => csv(shown(id));
+  const tableLatex = (id) => {
+    const [head, ...body] = shown(id);
+    const columns = [...by(id).tHead.rows[0].cells].map((c) => (c.classList.contains("num") ? "r" : "l")).join("");
+    const line = (row) => row.map(tex).join(" & ") + " \\\\";
+    return [`% needs \\usepackage{booktabs}`, `\\begin{tabular}{${columns}}`, "\\toprule", line(head), "\\midrule", ...body.map(line), "\\bottomrule", "\\end{tabular}", ""].join("\n");
+  };
+  for (const place of document.querySelectorAll(".save")) {
+    const id = place.dataset.for, [asCsv, asTex] = place.children;
+    asCsv.addEventListener("click", () => save(`${id}.csv`, "text/csv", tableCsv(id)));
+    asTex.addEventListener("click", () => save(`${id}.tex`, "application/x-tex", tableLatex(id)));
+  }
   by("save-json").addEventListener("click", () => save("report.json", "application/json", everything()));
   by("save-csv").addEventListener("click", () => save("inputs.csv", "text/csv", inputsCsv()));
   by("save-layers").addEventListener("click", () => save("layers.csv", "text/csv", layersCsv()));
   if (!data.series.length) by("save-csv").hidden = true;
   if (!data.audits.length) by("save-layers").hidden = true;
-  window.equipoise = { everything, inputsCsv, layersCsv };
+  window.equipoise = { everything, inputsCsv, layersCsv, tableCsv, tableLatex };
 
   draw();
 })();
