@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.train import read_recipe, run_recipe
 from equipoise_lab.text import IntentSlots, load_snips, spans
 

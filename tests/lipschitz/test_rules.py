@@ -12,7 +12,7 @@ from lipschitz_nets import Op
 from rule_rows import ROWS, at
 from torch import nn
 
-from equipoise.core.errors import Refused
+from equipoise.core import Refused
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 
 torch.manual_seed(0)

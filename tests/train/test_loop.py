@@ -14,7 +14,6 @@ from equipoise.nn import losses
 from equipoise.nn import models as builders
 from equipoise.norms import spectral_norm
 from equipoise.train import AUGMENTATIONS, LOSSES, OBJECTIVES, REGULARIZERS, build_data, read_recipe, run_recipe
-from equipoise.train.config import Metrics
 from equipoise.train.metrics import Certified, evaluate
 
 pytestmark = pytest.mark.medium
@@ -130,9 +129,9 @@ def test_certified_accuracy_is_rounded_down_and_counts_every_input(broken):
             z[0, 3] = broken
         return z
 
-    test = build_data(read_recipe("sll-sr-digits").data).test
-    measured = Metrics(batch_size=50, epsilons=[0.0, 0.999999, 1.0])
-    figures = evaluate(network, test, LOSSES["ce"](), torch.device("cpu"), measured, Certified(1.0))
+    recipe = read_recipe("sll-sr-digits", ["metrics.batch_size=50", "metrics.epsilons=[0.0, 0.999999, 1.0]"])
+    test = build_data(recipe.data).test
+    figures = evaluate(network, test, LOSSES["ce"](), torch.device("cpu"), recipe.metrics, Certified(1.0))
     zero = test.batch(torch.arange(len(test)))[1] == 0
     kept = float((zero & (torch.arange(len(test)) % 50 != 0) if broken else zero).double().mean())
     assert figures["certified_accuracy"] == {"0.0": kept, "0.999999": kept, "1.0": 0.0}

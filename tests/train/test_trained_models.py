@@ -9,8 +9,7 @@ import torch
 
 import equipoise as eq
 from equipoise.attacks import pgd
-from equipoise.core import InputError, Refused
-from equipoise.core.files import sealed
+from equipoise.core import InputError, files
 from equipoise.data import load_dataset
 from equipoise.models import CERTIFICATE, bundled, load
 from equipoise.smoothing import margin_radius
@@ -65,28 +64,8 @@ def edited(tmp_path, **changes):
     shutil.copytree(FOLDER / "digits", folder)
     document = json.loads((folder / CERTIFICATE).read_text())
     document.pop("digest", None)
-    (folder / CERTIFICATE).write_text(json.dumps(sealed({**document, **changes})))
+    (folder / CERTIFICATE).write_text(json.dumps(files.sealed({**document, **changes})))
     return folder
-
-
-PAIRS = load("digits").certificate["pairs"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"upper": 0.5}, "not about these weights"),
-        ({"upper": "0.5"}, "not about these weights"),
-        ({"upper": float("nan")}, "not about these weights"),
-        ({"pairs": [[0.9 * k for k in row] for row in PAIRS]}, r"\(pairs\)"),
-        ({"pairs": [row[:9] for row in PAIRS[:9]]}, r"\(pairs\)"),
-        ({"pairs": [PAIRS[1], PAIRS[0], *PAIRS[2:]]}, r"\(pairs\)"),
-        ({"pairs": "none"}, r"\(pairs\)"),
-    ],
-)
-def test_a_certificate_that_claims_too_little_is_refused(tmp_path, changes, words):
-    with pytest.raises((Refused, InputError), match=f"{words}|NaN"):
-        load(edited(tmp_path, **changes)).prove()
 
 
 def test_a_certificate_of_another_network_is_refused(tmp_path):
@@ -98,7 +77,7 @@ def test_a_certificate_of_another_network_is_refused(tmp_path):
     document = json.loads(config.read_text())
     for changes in ({"arguments": {**document["arguments"], "mean": [0.4]}}, {}):  # sealed again, and without a digest
         document = {key: value for key, value in document.items() if key != "digest"} | changes
-        config.write_text(json.dumps(sealed(document) if changes else document))
+        config.write_text(json.dumps(files.sealed(document) if changes else document))
         with pytest.raises(InputError, match="another network"):
             load(tmp_path / "copy")
     with pytest.raises(InputError, match="did you mean 'digits'"):

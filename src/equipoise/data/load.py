@@ -337,7 +337,7 @@ def _read_pictures(
 
 # ---- Parquet ----------------------------------------------------------------------------------------------------------
 
-_SHARD = re.compile(r"(.+)-\d+-of-(\d+).*")
+_SHARD = re.compile(r"-\d+-of-(\d+).*")
 
 
 def _tables_in(folder: Path) -> dict[str, list[Path]]:
@@ -345,9 +345,7 @@ def _tables_in(folder: Path) -> dict[str, list[Path]]:
     parts: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         nested = path.parent != folder and path.parent.name != "data"
-        parts.setdefault(path.parent.name if nested else _SHARD.sub(r"\1", path.stem), []).append(
-            path
-        )
+        parts.setdefault(path.parent.name if nested else _SHARD.sub("", path.stem), []).append(path)
     return parts
 
 
@@ -363,20 +361,13 @@ def _read_tables(
     """A table or a folder of them: a column of pictures (bytes, or Hugging Face's struct) or lists, and one of labels."""
     parts = _tables_in(path) if path.is_dir() else {path.stem: [path]}
     files = parts[_choose_split(split, list(parts), str(path))]
-    for file in files if path.is_dir() else ():
-        shard = _SHARD.fullmatch(file.stem)
-        if shard and int(shard[2]) != len(files):
-            raise InputError(
-                f"{path}: {file.name} is one of {int(shard[2])} files, but there are {len(files)}"
-            )
-    tables = [_read_table(file, max_bytes) for file in files]
-    for file, table in zip(files, tables, strict=True):
-        if not table.schema.equals(tables[0].schema, check_metadata=True):
-            raise InputError(f"{file.name} has other columns or classes than {files[0].name}")
-
-    pa = _optional("pyarrow")
     name = path.resolve().name
-    whole = pa.concat_tables(tables)
+    for count in _SHARD.findall(files[0].stem) if path.is_dir() else ():
+        if int(count) != len(files):
+            raise InputError(f"{name}: {int(count)} files belong together, there are {len(files)}")
+    pa = _optional("pyarrow")
+    with _readable(f"the files of {name} as one table"):
+        whole = pa.concat_tables([_read_table(file, max_bytes) for file in files])
     if whole.num_rows == 0:
         raise InputError(f"{name} holds no data")
     image, label = find_columns(whole.column_names, columns, name)

@@ -408,19 +408,17 @@ def hash_module(model: nn.Module) -> str:
 
 
 def _text(value: Any) -> str:
-    """An attribute as text that is the same in every process: no addresses, no order of a set."""
+    """An attribute as text that is the same in every process: no addresses."""
 
-    def describe(part: Any) -> Any:
+    def describe(part: Any) -> str:
         if isinstance(part, Tensor | np.ndarray):
             return Digest("").add("", part).hex()
-        if isinstance(part, set | frozenset):
-            return sorted(map(repr, part))
         return re.sub(r" at 0x[0-9a-f]+", "", repr(part))
 
     try:
         return json.dumps(value, default=describe)
     except (TypeError, ValueError):  # keys that are no text, or a cycle
-        return str(describe(value))
+        return describe(value)
 
 
 def _code(kind: type) -> str:

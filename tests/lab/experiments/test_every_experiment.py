@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.experiments import Context, Label, catalogue, every, find, reproduce, results
 from equipoise_lab.experiments.page import stored, summary
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
 from equipoise_lab.experiments.experiment import Precondition
 from equipoise_lab.experiments.figures import canvas, line
