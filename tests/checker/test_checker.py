@@ -27,6 +27,8 @@ from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing
 from equipoise_lab.fuzz.bundles import NETWORKS, dense, is_true, make, mutate, reference
 
+pytestmark = pytest.mark.medium
+
 FOLDER = Path(checker.__file__).parent
 
 

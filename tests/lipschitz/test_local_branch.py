@@ -54,6 +54,7 @@ def verdicts(name, norm, seed, factors=(1.02, 1.3, 1.8)):
     return counts
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("norm", ORDER)
 def test_verdicts_are_right(name, norm):

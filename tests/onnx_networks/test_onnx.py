@@ -213,6 +213,7 @@ UNTESTED = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_every_operator_computes_what_onnxruntime_does(name: str) -> None:
     network = read_onnx(CASES[name])
@@ -280,6 +281,7 @@ def test_a_bound_of_an_onnx_network_is_the_bound_of_the_same_module(how: dict[st
     assert eq.lipschitz_bound(network, x).upper == pytest.approx(eq.lipschitz_bound(plain, x).upper, rel=1e-3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "ball"),
     [("acasxu-2-1", None), ("acopf-14", 1.0), ("cifar-deep-kw", None), ("controller-cart-pole", None),
