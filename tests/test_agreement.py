@@ -12,6 +12,8 @@ from equipoise.checkpoints import load_model
 from equipoise.report import audit_source, collect
 from equipoise.runs import open_run
 
+pytestmark = pytest.mark.medium
+
 SIZE = 16
 
 

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 import equipoise as eq
 from equipoise.cli.app import COMMANDS, Command, build
 
+pytestmark = pytest.mark.medium
+
 
 def test_version(equipoise):
     ran = equipoise("--version")

@@ -9,6 +9,8 @@ from equipoise.cli.norm import weight_bracket, weight_rows
 from equipoise.core import InputError
 from equipoise.norms import reference_norm
 
+pytestmark = pytest.mark.medium
+
 SKIPPED = {"fc.bias", "scale", "steps"}
 
 

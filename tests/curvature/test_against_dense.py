@@ -14,6 +14,8 @@ from equipoise import curvature
 from equipoise.core import InputError, Refused
 from equipoise.curvature import LossHessian
 
+pytestmark = pytest.mark.medium
+
 torch_loss = {"ce": nn.functional.cross_entropy, "mse": nn.functional.mse_loss}
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from equipoise.lipschitz import lipschitz_bound
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def net() -> nn.Module:

@@ -79,6 +79,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_residual_pattern_holds_under_attack(name):
     module, shape, one = PATTERNS[name]
@@ -174,6 +175,7 @@ TAMPERED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_blocks_get_the_bound_of_their_operations(name):
     net = nn.Sequential(TAMPERED[name](), nn.ReLU()).eval()

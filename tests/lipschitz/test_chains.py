@@ -37,6 +37,7 @@ def product(weights, slopes):
     return math.prod(float(torch.linalg.matrix_norm(w.double(), ord=2)) for w in weights) * top ** (len(weights) - 1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("widths", [(8, 12, 4), (6, 16, 16, 3), (5, 10, 10, 10, 10, 2)])
 def test_product_chain_attack(name, widths):

@@ -76,6 +76,7 @@ COVERED = ["mlp", "gelu mlp", "cnn", "vgg", "resnet identity", "resnet projectio
            "bottleneck linear"]  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("order", ["l1", "linf"])
 @pytest.mark.parametrize("name", COVERED)
 def test_networks_against_their_jacobians(name, order):

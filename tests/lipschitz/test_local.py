@@ -18,6 +18,8 @@ from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
+pytestmark = pytest.mark.medium
+
 NETS = networks()
 
 

@@ -23,6 +23,8 @@ from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers, pro
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
+pytestmark = pytest.mark.medium
+
 DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 

@@ -47,6 +47,7 @@ def samples(x, radius, norm, count=4000):
     return x.double() + radius * d * torch.rand(count, 1, dtype=torch.float64).pow(0.1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("seed", range(3))
@@ -85,6 +86,7 @@ def test_the_ball_of_a_layer_proves_more_than_lines():
     assert float(gap.min()) > 0.1
 
 
+@pytest.mark.medium
 def test_a_single_radius_is_proved_or_not():
     """`epsilon=` agrees with the largest radius, and no attack breaks what it proves."""
     torch.manual_seed(1)

@@ -13,6 +13,8 @@ from torch import nn
 
 from equipoise.lipschitz import lipschitz_bound
 
+pytestmark = pytest.mark.medium
+
 NETS = networks()
 
 

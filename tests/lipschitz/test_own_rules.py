@@ -68,6 +68,7 @@ def rules():
     registry._RULES.update(before)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("slopes", [None, (0.0, 2.0)])
 @pytest.mark.parametrize("label", LABELS)
 def test_a_label_is_only_shown(label, slopes, rules):

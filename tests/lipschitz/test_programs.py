@@ -14,7 +14,9 @@ from torch import nn
 from equipoise.conversion import make_lipschitz
 from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
-from equipoise.testing import check_facts
+from equipoise_lab.fuzz.facts import check_facts
+
+pytestmark = pytest.mark.medium
 
 torch.manual_seed(0)
 D = torch.float64

@@ -12,7 +12,7 @@ from lipschitz_nets import Op
 from rule_rows import ROWS, at
 from torch import nn
 
-from equipoise.core.errors import Refused
+from equipoise.core import Refused
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 
 torch.manual_seed(0)
@@ -170,6 +170,7 @@ CASES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_the_rule_holds_under_attack(name):
     op, shape, fraction, ball = CASES[name]

@@ -8,6 +8,8 @@ import torch
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise_lab.bench import lipschitz as bench
 
+pytestmark = pytest.mark.medium
+
 
 def test_fusing_wins_orders_of_magnitude_and_brackets_agree(data_dir, monkeypatch):
     if not (data_dir / "cifar10-resnet20.safetensors").exists():

@@ -12,6 +12,8 @@ from equipoise.core import InputError, Refused
 from equipoise.norms.reference import operator_matrix
 from equipoise.optim import SpectralGuard
 
+pytestmark = pytest.mark.medium
+
 TOLERANCE = 1e-3
 
 

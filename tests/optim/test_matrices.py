@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import InputError
-from equipoise.core.precision import full_precision
+from equipoise.core import InputError, full_precision
 from equipoise.norms.cholesky import PIECE, cholesky_bracket
 from equipoise.norms.tracking import TrackedMatrix
 from equipoise.optim import SpectralGuard

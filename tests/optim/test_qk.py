@@ -1,5 +1,7 @@
 """`QKGuard`: no logit above its number on any rung, and none above the limit after a step; logs of updates."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
@@ -161,3 +163,20 @@ def test_norms_of_updates_and_weights_per_matrix_and_head(dtype):
     assert log.scalars()["update/1.weight/upper"] > 0
     assert "weight/0.weight[3]/lower" in log.scalars()
     log.detach()
+
+
+def test_a_bias_that_cancels_the_shift_leaves_its_rounding():
+    """Computed is a = 0, true is the rounding of W·β: the ceiling covers it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 1, 16, norm_first=True).double().eval()
+    attention, norm = layer.self_attn, layer.norm1
+    with torch.no_grad():
+        norm.weight.zero_()
+        norm.bias.normal_().mul_(1e8)
+        attention.in_proj_bias.copy_(-(attention.in_proj_weight @ norm.bias))
+    beta = [Fraction(v) for v in norm.bias.tolist()]
+    rows = zip(attention.in_proj_weight.tolist(), attention.in_proj_bias.tolist(), strict=True)
+    exact = [sum((Fraction(w) * v for w, v in zip(row, beta, strict=True)), Fraction(bias)) for row, bias in rows]
+    product = float(sum(q * k for q, k in zip(exact[:8], exact[8:16], strict=True)))
+    (ceiling,) = eq.optim.QKGuard(layer, limit=1.0, rung="weights").ceilings()["self_attn"]
+    assert 0 < abs(product) / 8**0.5 <= ceiling

@@ -217,17 +217,12 @@ def _write_votes(run: Run, folder: Path) -> None:
         np.array([getattr(row, name) for row in stored])
         for name in ("selection", "estimation", "draws")
     )
-    radii = [
-        radius
-        for radius, row in zip(run.results().radius, run.rows, strict=True)
-        if row.failure is None
-    ]
     setting: dict[str, Any] = {
         "sigma": settings.sigma,
         "alpha": settings.alpha,
         "procedure": settings.procedure,
     }
-    certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
+    certificates.write_smoothing(selection, estimation, draws, folder, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
 

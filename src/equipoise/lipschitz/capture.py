@@ -239,12 +239,12 @@ def _samples(examples: Examples, dim: int) -> Examples:
     if size * sum(x.numel() for x in examples) > _ENTRIES * count:
         size = max(_FEWEST, min(count, _MOST))
     generator = torch.Generator().manual_seed(0)
-    shapes = [[size if d == dim % x.dim() else n for d, n in enumerate(x.shape)] for x in examples]
-    noise = [
-        torch.randn(shape, generator=generator, dtype=x.dtype)
-        for shape, x in zip(shapes, examples, strict=True)
-    ]
-    return tuple(n.to(x.device) for n, x in zip(noise, examples, strict=True))
+    batch = []
+    for x in examples:
+        shape = list(x.shape)
+        shape[dim] = size
+        batch.append(torch.randn(shape, generator=generator, dtype=x.dtype).to(x.device))
+    return tuple(batch)
 
 
 def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:

@@ -14,10 +14,10 @@ from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.report import last_matrix
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import replay, where
-from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
 
@@ -56,15 +56,13 @@ def induced_pairs(run: Propagation, order: Order) -> Tensor:
     whole = exp_up(_total(run.program, logs, order)) * (2 if order == "linf" else 1)
     constants = torch.full((classes, classes), inflate(whole), dtype=torch.float64)
 
-    facts = run.facts[run.program.outputs[0]]
-    if isinstance(facts.form, Matrix) and facts.base is not None and not facts.form.error:
-        weight = facts.form.matrix.detach().double()
-        if len(weight) == classes:
-            apart = torch.stack([(weight - row).abs() for row in weight])
-            sizes = apart.sum(2) if order == "linf" else apart.amax(2)
-            slack = 1 + gamma(weight.shape[1] + 16, torch.float64)
-            sizes = inflate(sizes * slack * exp_up(logs[facts.base]))
-            constants = torch.minimum(constants, sizes)
+    last = last_matrix(run)
+    if last is not None and not last[2]:
+        weight, base, _ = last
+        apart = torch.stack([(weight - row).abs() for row in weight])
+        sizes = apart.sum(2) if order == "linf" else apart.amax(2)
+        slack = 1 + gamma(weight.shape[1] + 16, torch.float64)
+        constants = torch.minimum(constants, inflate(sizes * slack * exp_up(logs[base])))
     return constants
 
 

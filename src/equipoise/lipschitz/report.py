@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.bounds import format_down, format_up
 from equipoise.core.precision import inflate, row_lengths
@@ -196,17 +196,24 @@ def pair_constants(run: Propagation) -> Tensor | None:
 
     Reference: Tsuzuku, Sato, Sugiyama (2018), section 4.1.
     """
+    last = last_matrix(run)
+    if last is None:
+        return None
+    weight, base, error = last
+    trunk = exp_up(log_product(run.facts[base].fused, log_up(1.0)))
+    apart = torch.stack([row_lengths(weight - row) for row in weight])
+    rounding = 2.0**-52 * row_lengths(weight).max()
+    return inflate((apart + rounding + 2 * error) * trunk)
+
+
+def last_matrix(run: Propagation) -> tuple[Tensor, fx.Node, float] | None:
+    """The linear run at the end of a network with one output (1, classes): its matrix, where it begins, and its error."""
     if len(run.program.outputs) != 1:
         return None
     output = run.program.outputs[0]
-    facts = run.facts[output]
-    shape = tuple(output.meta["val"].shape)
+    facts, shape = run.facts[output], output.meta["val"].shape
     if not isinstance(facts.form, Matrix) or facts.base is None or len(shape) != 2:
         return None
-    weight = facts.form.matrix.detach().double()
-    if weight.shape[0] != shape[1]:  # a batch of several samples in one matrix
+    if len(facts.form.matrix) != shape[1]:  # a batch of several samples in one matrix
         return None
-    trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))
-    apart = torch.stack([row_lengths(weight - row) for row in weight])
-    rounding = 2.0**-52 * row_lengths(weight).max()
-    return inflate((apart + rounding + 2 * facts.form.error) * trunk)
+    return facts.form.matrix.detach().double(), facts.base, facts.form.error

@@ -99,20 +99,26 @@ class Attention:
         if self.norm is None:
             return [math.inf] * self.heads
         with torch.no_grad(), full_precision():
-            A, a, radius = _folded(self.query, self.norm, self.heads)
-            B, b, _ = _folded(self.key, self.norm, self.key_heads or self.heads)
-            group = self.heads // len(B)
+            queries, radius = _folded(self.query, self.norm, self.heads)
+            keys, _ = _folded(self.key, self.norm, self.key_heads or self.heads)
+            group = self.heads // len(keys)
             return [
-                inflate(_ceiling(A[h], a[h], B[h // group], b[h // group], radius, self.rotary) * self.factor())
-                for h in range(self.heads)
-            ]  # fmt: skip
+                inflate(_ceiling(query, keys[h // group], radius, self.rotary) * self.factor())
+                for h, query in enumerate(queries)
+            ]
 
 
-def _folded(part: Projection, norm: nn.Module | float, heads: int) -> tuple[Tensor, Tensor, float]:
-    """`(A, a, radius)` by heads in float64, with the gain and shift of the norm folded in; radius bounds ‖z‖."""
+def _folded(
+    part: Projection, norm: nn.Module | float, heads: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], float]:
+    """`(A, a, |a|)` of every head in float64, with the gain and shift of the norm folded in, and a bound of ‖z‖.
+
+    |a| sums absolute values: the rounding of a is relative to it, since a shift and a bias may cancel.
+    """
     W, bias = part.parts()
     W = require_finite(W.double().cpu(), "weight of a projection")
     shift = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.double().cpu()
+    terms = shift.abs()
     radius = norm if isinstance(norm, float | int) else inflate(math.sqrt(W.shape[1]))
     if isinstance(norm, nn.Module):
         if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and type(norm).__name__ not in RMS_NORMS:
@@ -122,28 +128,39 @@ def _folded(part: Projection, norm: nn.Module | float, heads: int) -> tuple[Tens
             )
         beta = getattr(norm, "bias", None)
         if beta is not None:
-            shift = shift + W @ beta.detach().double().cpu()
+            beta = beta.detach().double().cpu()
+            shift, terms = shift + W @ beta, terms + W.abs() @ beta.abs()
         gain = getattr(norm, "weight", None)
         if gain is not None:
             W = W * gain.detach().double().cpu()
-    return W.unflatten(0, (heads, -1)), shift.unflatten(0, (heads, -1)), float(radius)
+    by_head = [x.unflatten(0, (heads, -1)) for x in (W, shift, terms)]
+    return list(zip(*by_head, strict=True)), float(radius)
 
 
-def _ceiling(A: Tensor, a: Tensor, B: Tensor, b: Tensor, radius: float, rotary: bool) -> float:
+def _ceiling(
+    query: tuple[Tensor, Tensor, Tensor],
+    key: tuple[Tensor, Tensor, Tensor],
+    radius: float,
+    rotary: bool,
+) -> float:
     """The ceiling of the module's header for one head, without the scale; sums of float64 are covered by a common slack."""
-    sizes = [float(frobenius(x if x.dim() == 2 else x[None])) for x in (A, a, B, b)]
-    size_A, size_a, size_B, size_b = sizes
+    (A, a, _), (B, b, _) = query, key
     slack = gamma(8 * (A.shape[1] + 8), torch.float64)
+    # at least ‖Az + a‖ and ‖Bz + b‖, term by term: what rounding is relative to
+    sizes = [
+        radius * float(frobenius(matrix)) + float(frobenius(terms[None]))
+        for matrix, _, terms in (query, key)
+    ]
+    rounding = inflate(slack * sizes[0] * sizes[1])
     if rotary:
-        norm_A, norm_B = (float(spectral_norm(x, rtol=1e-3).upper) for x in (A, B))
-        return inflate(
-            inflate(radius * norm_A + size_a) * inflate(radius * norm_B + size_b) * (1 + slack)
-        )
+        lengths = [
+            inflate(radius * float(spectral_norm(X, rtol=1e-3).upper) + float(frobenius(x[None])))
+            for X, x in ((A, a), (B, b))
+        ]
+        return inflate(inflate(lengths[0] * lengths[1]) + 3 * rounding)
     ends = [float(torch.linalg.vector_norm(x.mT @ y)) for x, y in ((A, b), (B, a))]
     value = radius**2 * _product_norm(A, B) + radius * sum(ends) + abs(float(a @ b))
-    # folding, products and sums: relative to what is multiplied
-    rounding = slack * (radius * size_A + size_a) * (radius * size_B + size_b)
-    return inflate(inflate(value) + inflate(rounding))
+    return inflate(inflate(value) + rounding)
 
 
 def _product_norm(A: Tensor, B: Tensor) -> float:

@@ -189,15 +189,10 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
 
 def _facts(source: Any) -> Document:
     """What the data say about the network; inputs are (channels, …) or (features,)."""
-    shape = list(source.input_shape)
-    facts: Document = {
-        "num_classes": source.num_classes,
-        "input_shape": shape,
-        **getattr(source, "facts", {}),
-    }
-    if len(shape) == 1:
-        return facts | {"in_features": shape[0]}
-    return facts | {"in_channels": shape[0], "input_size": shape[1:]}
+    first, *size = shape = list(source.input_shape)
+    facts = {"num_classes": source.num_classes, "input_shape": shape}
+    facts |= {"in_channels": first, "input_size": size} if size else {"in_features": first}
+    return facts | getattr(source, "facts", {})
 
 
 def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -155,23 +155,25 @@ def batch_norm(call: Call) -> Step:
         call.refuse(
             "the running variance is negative or the scale is not finite", "check the checkpoint"
         )
-    bias = 0.0 if call["bias"] is None else call.constant("bias").double()
-    centre = mean.double() * scale
-    shift = bias - centre
-    size = centre.abs() + abs(bias)
     shape = [1] * len(x.shape)
     shape[1] = -1
-    top = float(scale.abs().max())
-    high, far = inflate(top), inflate(norm_of(shift))
+    scale = scale.reshape(shape)
+    bias = 0.0 if call["bias"] is None else call.constant("bias").double().reshape(shape)
+    centre = mean.double().reshape(shape) * scale
+    shift = bias - centre
+    size = centre.abs() + abs(bias)
+    scaled = _scaling(call, x, scale, rounded=True)
+    high, far = scaled.gains[0][1], inflate(norm_of(shift))
     positions = x.numel / max(1, scale.numel())
-    form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, inflate(8 * 2.0**-53 * top))
-    return Step(
-        ((x, high),),
-        "batch norm",
-        bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
+    return replace(
+        scaled,
+        label="batch norm",
+        bracket=Bracket(largest(scale) * (1 - 2.0**-49), high, method="exact"),
         offset=inflate(inflate(math.sqrt(positions)) * far),
-        peak=inflate(high * x.peak + far),
-        map=Scaled(scale.reshape(shape), shift.reshape(shape), size.reshape(shape), form),
+        peak=inflate(scaled.peak + far),
+        row=math.inf,
+        low=-math.inf,
+        map=Scaled(scale, shift, size, _as_diagonal(scale, len(shape))),
     )
 
 

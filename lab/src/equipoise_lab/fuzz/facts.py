@@ -102,20 +102,16 @@ def _sizes(signal: Signal, tensors: list[Tensor], slack: float) -> list[Comparis
     if not tensors:
         return []
     rows = max(float(torch.atleast_1d(t).norm(dim=-1).max()) for t in tensors)
+    norm = math.hypot(*(float(t.norm()) for t in tensors))
+    peak = max(float(t.abs().max()) for t in tensors)
     facts = [
-        (
-            "the norm is",
-            signal.norm,
-            slack,
-            _distance(tensors, [torch.zeros_like(t) for t in tensors]),
-        ),
+        ("the norm is", signal.norm, slack, norm),
         ("the norm of rows is", signal.row, slack, rows),
-        ("entries are", signal.peak, slack, max(float(t.abs().max()) for t in tensors)),
+        ("entries are", signal.peak, slack, peak),
     ]
     if not signal.dtype.is_complex:
-        facts.append(
-            ("minus the lowest entry is", -signal.low, slack, -min(float(t.min()) for t in tensors))
-        )
+        low = min(float(t.min()) for t in tensors)
+        facts.append(("minus the lowest entry is", -signal.low, slack, -low))
     return facts
 
 
