@@ -193,12 +193,7 @@ def _forecast(settings: Settings, inputs: int, seconds: float) -> list[str]:
         each = (settings.n0 + settings.n) * seconds
     if each is None:
         return []
-    total = each * inputs
-    unit, size = next(
-        ((unit, size) for unit, size in (("h", 3600), ("min", 60)) if total >= 2 * size), ("s", 1)
-    )
-    most = "at most " if settings.kind == "proved" or settings.adaptive else "about "
-    return [f"{inputs} inputs take {most}{total / size:.3g} {unit} on one core"]
+    return [f"{inputs} inputs take up to {inputs * each / 60:.2g} minutes on one core"]
 
 
 def _write_votes(run: Run, folder: Path) -> None:
@@ -212,21 +207,13 @@ def _write_votes(run: Run, folder: Path) -> None:
         options.refuse(
             "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
         )
-    stored = [row for row in run.rows if row.failure is None]
+    kept = [row.failure is None for row in run.rows]
     selection, estimation, draws = (
-        np.array([getattr(row, name) for row in stored])
+        np.array([getattr(row, name) for row in run.rows if row.failure is None])
         for name in ("selection", "estimation", "draws")
     )
-    radii = [
-        radius
-        for radius, row in zip(run.results().radius, run.rows, strict=True)
-        if row.failure is None
-    ]
-    setting: dict[str, Any] = {
-        "sigma": settings.sigma,
-        "alpha": settings.alpha,
-        "procedure": settings.procedure,
-    }
+    setting: Any = settings.model_dump(include={"sigma", "alpha", "procedure"})
+    radii = run.results().radius[kept]
     certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 

@@ -65,12 +65,8 @@ def curvature(
     for name, figures in report.items():
         for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
             if not isinstance(value, list):
-                rows.append(
-                    {
-                        "what": f"{name} {key}",
-                        "value": f"{value:.6g}" if isinstance(value, float) else str(value),
-                    }
-                )
+                text = f"{value:.6g}" if isinstance(value, float) else str(value)
+                rows.append({"what": f"{name} {key}", "value": text})
     print_table(f"curvature of {model}", rows)
 
 
