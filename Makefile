@@ -28,7 +28,7 @@ demo: $(BASE)             ## the main job on bundled data; little to install
 test: $(STAMP)            ## everything except the slow tests
 	$(MAKE) --no-print-directory -j 2 lint docs unit
 
-check: $(STAMP)           ## style, types and the quick tests (those not in tests/slower.txt): for every edit
+check: $(STAMP)           ## style, types and the quick tests (not marked `medium` or `slow`): for every edit
 	$(MAKE) --no-print-directory -j 2 lint quick
 
 unit: $(STAMP)

@@ -1,8 +1,11 @@
-"""Shared by all floors: where the real data is, which tests are quick, and which belong on one process."""
+"""Shared by all tests: the command line, where the real data is, and which tests belong on one process.
+
+`medium` marks the tests, and with `pytestmark` the files, that take most of the time: `make check` leaves them out. `slow` marks
+what takes minutes: only `make test-all` runs it. `pytest --durations=50` says what a mark is due to.
+"""
 
 from __future__ import annotations
 
-import collections
 import gc
 import json
 import os
@@ -11,32 +14,20 @@ import types
 
 import pytest
 
-from slower import listed
-
 #: tests of several files that share something costly: a cluster, a browser
 TOGETHER = ("ray", "browser")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `slower.txt` lists as `medium`; on several processes a file stays on one, and the longest files start.
-
-    What a file's fixtures share is made once that way; one test at a time would make it again after every other file.
-    """
-    known = listed()
-    rows = collections.Counter(item.nodeid.partition("[")[0] for item in items)
-    seconds: collections.Counter[str] = collections.Counter()
+    """On several processes a file stays on one, since its fixtures are shared; files with long tests start first."""
     groups = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        took = known.get(item.nodeid, known.get(function, 0.0) / rows[function])  # a function stands for all its rows
-        if took:
-            item.add_marker(pytest.mark.medium)
         shared = [name for name in TOGETHER if item.get_closest_marker(name)]
         groups[item] = shared[0] if shared else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(groups[item]))
-        seconds[groups[item]] += took
+    long = {group for item, group in groups.items() if item.get_closest_marker("medium")}
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        items.sort(key=lambda item: -seconds[groups[item]])
+        items.sort(key=lambda item: groups[item] not in long)
 
 
 def pytest_collection_finish() -> None:
@@ -67,17 +58,17 @@ class Ran:
         return json.loads(self.out)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def equipoise():
     """Run the application: `equipoise("norm", path)`."""
     from typer.testing import CliRunner
 
-    from equipoise.cli.app import build
+    from equipoise.cli import app
 
-    app = build()
+    whole = app.build()
 
     def run(*args):
-        return Ran(CliRunner().invoke(app, [str(arg) for arg in args], prog_name="equipoise"))
+        return Ran(CliRunner().invoke(whole, [str(arg) for arg in args], prog_name="equipoise"))
 
     return run
 

@@ -9,8 +9,10 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.checkpoints import load_model
-from equipoise.report import collect
+from equipoise.report import audit_source, collect
 from equipoise.runs import open_run
+
+pytestmark = pytest.mark.medium
 
 SIZE = 16
 
@@ -47,14 +49,37 @@ def _data(count):
     return x, y
 
 
+def _exported(net, folder):
+    dims = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(_trained(net), (torch.zeros(2, 3, SIZE, SIZE),), dynamic_shapes=dims)
+    torch.export.save(program, folder / "m.pt2")
+    return folder / "m.pt2"
+
+
 def _resnet(folder):
     torch.manual_seed(0)
-    net = _trained(
-        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), _Block(8), nn.AvgPool2d(SIZE), nn.Flatten(), nn.Linear(8, 3))
-    )
-    dims = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(net, (torch.zeros(2, 3, SIZE, SIZE),), dynamic_shapes=dims), folder / "m.pt2")
-    return folder / "m.pt2"
+    layers = [nn.Conv2d(3, 8, 3, padding=1), _Block(8), nn.AvgPool2d(SIZE), nn.Flatten(), nn.Linear(8, 3)]
+    return _exported(nn.Sequential(*layers), folder)
+
+
+class _GPT2(nn.Module):
+    """GPT-2 on patches instead of embedded tokens."""
+
+    def __init__(self):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=2, use_cache=False)
+        self.patches, self.body = nn.Conv2d(3, 16, 8, 8), transformers.GPT2Model(config)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        return self.head(self.body(inputs_embeds=tokens).last_hidden_state.mean(1))
+
+
+def _gpt2(folder):
+    torch.manual_seed(0)
+    return _exported(_GPT2(), folder)
 
 
 def _onnx(folder):
@@ -78,7 +103,7 @@ def _vit(folder):
     return folder / "vit"
 
 
-@pytest.mark.parametrize("make", [_resnet, _onnx, _vit], ids=["resnet", "onnx", "vit"])
+@pytest.mark.parametrize("make", [_resnet, _onnx, _vit, _gpt2], ids=["resnet", "onnx", "vit", "gpt2"])
 def test_no_two_outputs_contradict_each_other(equipoise, tmp_path, make):
     source = make(tmp_path)
     x, y = _data(6)
@@ -95,6 +120,8 @@ def test_no_two_outputs_contradict_each_other(equipoise, tmp_path, make):
     else:
         assert audit.code == 0, audit.err
         assert audit.json["upper"] == pytest.approx(eq.lipschitz_bound(network, x[:1]).upper, rel=1e-6)
+        reported = audit_source(str(source), shape=None if source.suffix else (3, SIZE, SIZE)).bound
+        assert reported.log_upper == audit.json["log_upper"]
 
     ran = equipoise("prove", source, "--data", tmp_path / "data.npz", "--run", run, "--effort", "fast", "--json")
     assert ran.code in (0, 1), ran.err

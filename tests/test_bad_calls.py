@@ -15,6 +15,8 @@ from torch import nn
 
 import equipoise as eq
 
+pytestmark = pytest.mark.medium
+
 PACKAGES = ("attacks", "curvature", "lipschitz", "models", "nn", "norms", "optim", "regularizers", "smoothing")
 
 BAD = {

@@ -13,7 +13,9 @@ import pytest
 import torch
 from typer.main import get_command
 
-from equipoise.cli.app import build
+from equipoise.cli import app
+
+pytestmark = pytest.mark.medium
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,7 +80,7 @@ def test_every_command_of_the_docs_has_these_options():
     commands = {}
     for page, (name, *arguments) in console_lines():
         if name not in commands:
-            commands[name] = get_command(build(wanted=name)).commands.get(name)
+            commands[name] = get_command(app.build(wanted=name)).commands.get(name)
         command = commands[name]
         if hasattr(command, "commands"):  # `bench norms`: a command of its own
             name, *arguments = arguments

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.medium
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 #: file → (packages it needs, what its output must say)

@@ -3,20 +3,16 @@
 import re
 import shlex
 import shutil
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
-from typer.testing import CliRunner
 
 import equipoise as eq
-from equipoise.cli.app import build
-from equipoise.nn.convert import plain
+from equipoise.conversion import export
 from equipoise.runs import open_run
+
+pytestmark = pytest.mark.medium
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "engineer.md"
 
@@ -44,13 +40,15 @@ def folder(data_dir, tmp_path, monkeypatch):
     return tmp_path
 
 
-def follow(lines, run="runs/first"):
-    begin = time.monotonic()
-    for arguments in lines:
-        ran = CliRunner().invoke(build(wanted=arguments[0]), arguments, prog_name="equipoise")
-        assert ran.exit_code == 0, (arguments, ran.stderr, ran.exception)
-    assert time.monotonic() - begin < 600
-    return open_run(run).summary()
+@pytest.fixture
+def follow(equipoise):
+    def commands_in_turn(lines, run="runs/first"):
+        for arguments in lines:
+            ran = equipoise(*arguments)
+            assert ran.code == 0, (arguments, ran.err, ran.error)
+        return open_run(run).summary()
+
+    return commands_in_turn
 
 
 def test_the_installation_of_the_guide_is_enough_for_its_commands():
@@ -62,7 +60,7 @@ def test_the_installation_of_the_guide_is_enough_for_its_commands():
     assert needed <= set(extras)
 
 
-def test_the_first_commands_end_in_a_certificate(folder):
+def test_the_first_commands_end_in_a_certificate(folder, follow):
     """With fewer inputs and draws than the guide asks for."""
     changed = {"20": "4", "500": "60"}
     lines = [[changed.get(word, word) for word in line] for line in commands() if line[0] != "audit"]
@@ -72,18 +70,18 @@ def test_the_first_commands_end_in_a_certificate(folder):
 
 
 @pytest.mark.slow
-def test_the_guide_as_it_stands(folder):
+def test_the_guide_as_it_is_written(folder, follow):
     summary = follow(commands())
     assert summary.accuracy[0.03] >= 0.3
     assert (folder / "first.html").exists()
 
 
 @pytest.mark.slow
-def test_the_five_steps_as_they_stand(tmp_path, monkeypatch):
+def test_the_five_steps_as_they_are_written(tmp_path, monkeypatch, follow):
     """On a program of batch one, as `torch.export` writes it, and a folder of pictures without labels."""
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
-    model, test = plain(eq.models.load("digits").model)[0], eq.data.load_dataset("digits#test")
+    model, test = export(eq.models.load("digits").model), eq.data.load_dataset("digits#test")
     x, _ = test.batch(range(3))
     torch.export.save(torch.export.export(model, (x[:1],)), "model.pt2")
     (tmp_path / "photos").mkdir()
@@ -92,59 +90,3 @@ def test_the_five_steps_as_they_stand(tmp_path, monkeypatch):
     steps = commands("Five steps")
     assert [step[0] for step in steps] == ["audit", "prove", "certify", "attack", "report", "predict"]
     assert follow(steps, "runs/a").accuracy[0.0] > 0
-
-
-def mnist_mlp():
-    """The dense network of the SDP-CROWN release, without its weights."""
-    layers = (nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
-    return nn.Sequential(nn.Flatten(), *layers).eval()
-
-
-def hand_over(kind, data_dir, folder):
-    """MODEL of a network from elsewhere, what the guide adds for it to audit and report, and to prove and certify, and DATA."""
-    if kind == "hugging face":
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = transformers.ResNetConfig(
-            num_channels=1, embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=4
-        )
-        network = transformers.ResNetForImageClassification(config).eval()
-        network.save_pretrained(folder / "hub")
-        x = torch.rand(60, 1, 8, 8)
-        np.savez(folder / "data.npz", x=x.numpy(), y=network(x).logits.argmax(1).numpy())
-        return "hub", ["--input-shape", "1,8,8"], [], "data.npz"
-    weights = data_dir / "l2-verification" / "mnist-mlp.safetensors"
-    if not weights.exists():
-        pytest.skip("the networks of the SDP-CROWN release are not in the data folder")
-    shutil.copy(weights.with_name("mnist-200.npz"), folder / "data.npz")
-    shape = np.load(folder / "data.npz")["x"].shape[1:]
-    network = mnist_mlp()
-    network.load_state_dict(load_file(weights))
-    example = torch.zeros(1, *shape)
-    if kind == "pt2":
-        torch.export.save(torch.export.export(network, (example,)), "model.pt2")
-        return "model.pt2", [], [], "data.npz"
-    if kind == "onnx":
-        pytest.importorskip("onnxscript")
-        torch.onnx.export(network, (example,), "model.onnx", dynamo=True, dynamic_shapes=({0: "batch"},))
-        return "model.onnx", [], [], "data.npz"
-    shutil.copy(weights, folder / "w.safetensors")
-    size = ",".join(map(str, shape))
-    factory = ["--weights", "w.safetensors", "--input-shape", size]
-    return "test_first_hour:mnist_mlp", factory, ["--set", "weights=w.safetensors"], "data.npz"
-
-
-@pytest.mark.parametrize("kind", ["pt2", "onnx", "hugging face", "module"])
-def test_the_five_steps_on_a_network_from_elsewhere(kind, data_dir, tmp_path, monkeypatch):
-    """Audit, proved radii, certificates, attack and report by the commands of the guide, with fewer inputs and draws."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    model, whole, run, data = hand_over(kind, data_dir, tmp_path)
-    changed = {"model.pt2": model, "digits": data, "0.25": "0.1", "50": "4", "5": "2", "1000": "200", "0.25,0.5": "0.1"}
-    lines = [[changed.get(word, word) for word in step] for step in commands("Five steps") if step[0] != "predict"]
-    for line in lines:
-        line += {"audit": whole, "report": whole, "prove": run, "certify": run}.get(line[0], [])
-    summary = follow(lines, "runs/a")
-    assert summary.average_radius > 0
-    assert max(open_run("runs/p").results().radius) > 0 or kind == "hugging face"
-    assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -56,15 +56,11 @@ PAGES = {
         "One sentence.\n\n>>> 1 + 1\n2\n\nMore.",
         '<code class="language-pycon">&gt;&gt;&gt; 1 + 1\n2\n</code>',
     ),
-    "a doctest at the end": ("A.\n\n>>> f(\n...     x)\n3", "&gt;&gt;&gt; f(\n...     x)\n3\n</code>"),
-    "fenced already": ("```python\n>>> x\n```", '<code class="language-python">&gt;&gt;&gt; x\n</code>'),
     "a formula": ("so `σ₁ ≤ 2` holds", "<mo>≤</mo><mn>2</mn></mrow></math> holds"),
     "code": ("call `f(x, y)`", "<code>f(x, y)</code>"),
-    "code with a sign": ("give `--epsilon ε`", "<code>--epsilon ε</code>"),
     "a displayed formula": ("Thus\n\n    ‖Wx‖₂ ≤ σ₁·‖x‖₂\n\nas said.", '<div class="formula"><math'),
     "an indented program": ("Thus\n\n    x = f(1)\n\nas said.", "<pre><code>x = f(1)"),
     "a table": ("| a | b |\n|---|---|\n| `R ≥ ε` | x |", "<td><math"),
-    "marks": ("`a < b ≤ σ`", "<mo>&lt;</mo>"),
     "hostile": ("`<script>alert(1)</script> ≤ σ`", "&lt;script&gt;"),
 }
 
@@ -83,12 +79,7 @@ FORMULAS = {
     "Φ⁻¹(p)": "<msup><mi>Φ</mi><mtext>−1</mtext></msup>",
     "x' − x": "<msup><mi>x</mi><mo>′</mo></msup>",
     "argmax_k p_k": "<msub><mi>argmax</mi><mi>k</mi></msub>",
-    "L_{a+b}": "<msub><mi>L</mi><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow></msub>",
-    "unbalanced (σ": "<mi>σ</mi>",
-    "σ)": "<mo>)</mo>",
-    "σ^": "<msup>",
     "VVᵀ": "<mi>V</mi><msup><mi>V</mi><mi>T</mi></msup>",
-    "CE(σ)": "<mi>CE</mi>",
 }
 
 

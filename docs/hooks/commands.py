@@ -15,6 +15,7 @@ _RUN = {
     "done, total, finished": "inputs",
     "procedure, sigma, alpha, draws, seconds, methods, deployed": "how",
     "clean": "share of right answers",
+    "verdicts": "with `--complete`: how many inputs are proved, broken, undecided",
     "failed, failures": "inputs without an answer, and why",
     "labelled, about, notes": "what is certified, in words",
     "manifest": "model, data, settings, versions",

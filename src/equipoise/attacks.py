@@ -9,15 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import require_one_of, require_type
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.checks import (
+    describe,
+    require_images,
+    require_labels,
+    require_one_of,
+    require_type,
+)
+from equipoise.core.errors import InputError
+from equipoise.core.files import guarded
 from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
@@ -155,8 +162,7 @@ def pgd(
         return functional.cross_entropy(checked_logits(model, z, y), y, reduction="none")
 
     def broken(z: Tensor) -> Tensor:
-        wrong: Tensor = model(z).argmax(dim=1) != y
-        return wrong
+        return checked_logits(model, z).argmax(dim=1) != y
 
     return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, norm=norm)
 
@@ -267,10 +273,9 @@ def soft_votes(logits: Tensor, simplex: SimplexMap) -> Tensor:
     >>> votes.tolist(), torch.autograd.grad(votes[0, 0], z)[0].abs().sum().item() > 0
     ([[1.0, 0.0]], True)
     """
-    if not simplex.votes:
-        return simplex(logits) / simplex.mass
+    scores = simplex(logits) / simplex.mass
     soft = torch.softmax(logits, dim=-1)
-    return simplex(logits) / simplex.mass + soft - soft.detach()
+    return scores + soft - soft.detach() if simplex.votes else scores
 
 
 def _ascend(
@@ -311,7 +316,13 @@ def _ascend(
 
     @torch.no_grad()
     def keep(z: Tensor, score: Tensor, judge: bool) -> None:
-        """Keep the point of every input that succeeds first, until then the one of largest loss."""
+        """Keep the point of every input that succeeds first, until then the one of largest loss.
+
+        Args:
+            z: the points.
+            score: their losses.
+            judge: whether success is decided.
+        """
         nonlocal best, value, success
         hit = broken(z) if judge else torch.zeros_like(success)
         better = ~success & (hit | (score > value))
@@ -345,17 +356,7 @@ def checked_labels(x: Tensor, y: Tensor) -> Tensor:
         x: inputs (N, ...).
         y: labels (N,).
     """
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise InputError(
-            f"expected tensors of inputs and labels, got {type(x).__name__} and {type(y).__name__}"
-        )
-    if x.ndim < 2 or not x.is_floating_point() or y.shape != x.shape[:1]:
-        raise InputError(
-            f"expected float inputs (N, ...) and labels (N,), got {tuple(x.shape)} and {tuple(y.shape)}"
-        )
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise InputError(f"labels are whole numbers, got {y.dtype}: try y.long()")
-    return y.long()
+    return require_labels(y, len(require_images(x)))
 
 
 def checked_logits(model: nn.Module, z: Tensor, y: Tensor | None = None) -> Tensor:
@@ -366,23 +367,13 @@ def checked_logits(model: nn.Module, z: Tensor, y: Tensor | None = None) -> Tens
         z: inputs (N, ...).
         y: labels, if they are to be checked.
     """
-    try:
-        logits: Any = model(z)
-    except (torch.OutOfMemoryError, EquipoiseError):
-        raise
-    except (
-        Exception
-    ) as error:  # whatever the user's own code, or the guards of an exported program, raise
-        raise InputError(
-            f"the model does not take inputs of shape {tuple(z.shape)}: {one_line(error)}"
-        ) from error
+    logits = guarded(lambda: model(z), f"the model on inputs of shape {tuple(z.shape)}")
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"expected logits of shape ({len(z)}, classes) from the model, got {got}")
-    for label in [] if y is None else y[(y < 0) | (y >= logits.shape[1])]:
         raise InputError(
-            f"label {int(label)} is none of the model's {logits.shape[1]} classes, counted from 0"
+            f"expected logits of shape ({len(z)}, classes) from the model, got {describe(logits)}"
         )
+    if y is not None:
+        require_labels(y, len(z), logits.shape[1])
     return logits
 
 
@@ -397,9 +388,8 @@ def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
         radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device)
         radius = radius.broadcast_to(len(x)).clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        got = f"shape {tuple(epsilon.shape)}" if isinstance(epsilon, Tensor) else repr(epsilon)
         raise InputError(
-            f"epsilon is one number, or one for each of the {len(x)} inputs; got {got}"
+            f"epsilon is one number, or one for each of the {len(x)} inputs; got {describe(epsilon)}"
         ) from error
     if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
         raise InputError("epsilon must be finite and non-negative")

@@ -7,6 +7,7 @@ described in `docs/certificates.md`. The claims are about the real function of t
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_dense, check_layers, check_smoothing  # noqa: F401 (claims are registered)
+from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
@@ -32,8 +33,6 @@ from equipoise.smoothing.procedures import find_procedure
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
-#: a norm is claimed as its lower bound times the first of these factors with which the checker's own proof succeeds
-_GROWTH = (1 + 1e-6, 1 + 1e-5, 1 + 1e-4, 1.001, 1.003, 1.01, 1.03, 1.1)
 #: a local radius is lowered by these factors until the checker's own proof succeeds
 _SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
@@ -79,34 +78,39 @@ def write(
         )
     divisor = 255 if x.dtype == torch.uint8 else 1
     images = np.asarray(x.detach().cpu())
+    inputs = images / float(divisor)
     parameter = next(model.parameters(), torch.zeros(()))
     example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
-    if deployed and any(tensor.dtype == np.float64 for tensor in weights.values()):
-        raise Refused(
-            "a network that is deployed in float32 has weights in float32, and no batch norms; fold them first"
-        )
-
+    kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
             network = checker.Network(document, weights)
             _require_same_function(model, network, example)
-            proved = _provable(network, images / divisor, labels, deployed)
+            proved = _provable(network, inputs, labels, np.zeros(len(labels)))
+            if deployed:
+                # rounding grows with the radius: what is proved for a larger one holds
+                executed = check_deployed.Deployed(network)
+                proved = np.minimum(proved, _provable(executed, inputs, labels, proved))
     except checker.Rejected as error:
         raise Refused(f"the checker proves nothing about this network: {error}") from None
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
-    claims: dict[str, Any] = {"lipschitz": network.constant}
-    claims["radii"] = _claim("radii", tensors, divisor, epsilons)
-    if deployed:
-        claims["radii"]["deployed"] = "float32"
-    elif (wanted > proved).any():
-        local = _local(network, images / divisor, labels, wanted, proved)
+    claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+    levels = [float(epsilon) for epsilon in epsilons]
+
+    def claim(name: str) -> dict[str, Any]:
+        counts = {repr(level): int((tensors[name] >= level).sum()) for level in levels}
+        return {"radii": name, "divisor": divisor, "certified": counts}
+
+    claims[kind] = claim("radii")
+    if not deployed and (wanted > proved).any():
+        local = _local(network, inputs, labels, wanted, proved)
         if local is not None:
             tensors["local"], tensors["multipliers"] = local
-            claims["local"] = _claim("local", tensors, divisor, epsilons)
+            claims["local"] = claim("local")
     best = tensors.get("local", tensors["radii"])
-    claims["radii"]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
+    claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
     files = {
         "weights.safetensors": to_safetensors(weights),
         "inputs.safetensors": to_safetensors(tensors),
@@ -124,7 +128,6 @@ def write_smoothing(
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
-    radii: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Write a bundle that claims radii of randomized smoothing, with the votes from which they follow.
 
@@ -136,7 +139,6 @@ def write_smoothing(
         sigma: standard deviation of the noise.
         alpha: risk for each input.
         procedure: a row of `smoothing.PROCEDURES` that counts votes.
-        radii: claimed radii, at most those of the procedure; by default those.
 
     Returns:
         The claims, as they stand in `certificate.json`.
@@ -174,12 +176,9 @@ def write_smoothing(
                 q = min(1.0, (1 - p) * (1 + 1e-15))
             row |= {"procedure": "bounds", "share": share, "p": p, "q": q}
         # the bounds' last digits were given away, and the radius follows from them
-        radius = max(radius - 1e-7 * (radius + sigma), 0.0)
-        rows.append(
-            {**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))}
-        )
+        rows.append({**row, "radius": max(radius - 1e-7 * (radius + sigma), 0.0)})
     claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
-    _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
+    _save(folder, {"claims": claims}, {})
     return claims
 
 
@@ -207,13 +206,6 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
         ) from None
 
 
-def _claim(
-    name: str, tensors: Mapping[str, np.ndarray], divisor: int, epsilons: Iterable[float]
-) -> dict[str, Any]:
-    counts = {repr(float(epsilon)): int((tensors[name] >= epsilon).sum()) for epsilon in epsilons}
-    return {"radii": name, "divisor": divisor, "certified": counts}
-
-
 def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, bytes]) -> None:
     """Write the tensors, then the document that names their digests."""
     folder = Path(folder)
@@ -222,7 +214,8 @@ def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, byte
     for name, content in files.items():
         digests[name] = hashlib.sha256(content).hexdigest()
         atomic_write(folder / name, content)
-    text = json.dumps({**document, "digests": digests}, indent=1, allow_nan=False)
+    full = {"version": "equipoise-bundle 1", **document, "digests": digests}
+    text = json.dumps(full, indent=1, allow_nan=False)
     atomic_write(folder / "certificate.json", text + "\n")
 
 
@@ -230,35 +223,25 @@ def _require_same_function(model: nn.Module, network: "checker.Network", example
     """Compare the bundle's network with the model on the example."""
     with evaluating(model), torch.no_grad():
         # one by one: a program may be fixed to a batch of one
-        expected = _double(torch.cat([model(sample[None]) for sample in example]))
-    value = network.evaluate(_double(example), np.zeros(len(example))).x
-    scale = float(np.abs(expected).max()) + 1e-30
-    if (
-        value.shape != expected.shape
-        or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale
-    ):
+        outputs = torch.cat([model(sample[None]) for sample in example])
+    expected = np.moveaxis(_double(outputs), 0, -1)
+    batch = np.moveaxis(_double(example), 0, -1)
+    value = network.evaluate(batch, np.zeros(len(example))).x
+    tolerance = _AGREEMENT * np.abs(expected).max() + 1e-30
+    if value.shape != expected.shape or not np.abs(value - expected).max() <= tolerance:
         raise Refused(
             "the bundle's operations do not give the model's outputs: part of the model was not understood"
         )
 
 
 def _provable(
-    network: "checker.Network", images: np.ndarray, labels: np.ndarray, deployed: bool
+    network: "checker.Network", images: np.ndarray, labels: np.ndarray, radii: np.ndarray
 ) -> np.ndarray:
-    """Radii of all inputs, in batches."""
-    size = max(1, min(500, 2**25 // network.largest))
-    parts = []
-    for start in range(0, len(images), size):
-        batch = images[start : start + size].astype(np.float64)
-        some = labels[start : start + size]
-        radii = checker.provable_radii(network, batch, some, np.zeros(len(batch)))
-        if deployed:
-            network.units[1] = checker.FLOAT32
-            # rounding grows with the radius: what is proved for a larger one holds
-            radii = np.minimum(radii, checker.provable_radii(network, batch, some, radii))
-            network.units[1] = 0
-        parts.append(radii)
-    return np.concatenate(parts) * _MARGIN
+    """Radii of all inputs; of deployed networks, if they are at most these."""
+    proved = np.zeros(len(images))
+    for some, batch in checker.batches(network, images, np.arange(len(images))):
+        proved[some] = checker.provable_radii(network, batch, labels[some], radii[some])
+    return proved * _MARGIN
 
 
 def _local(
@@ -281,17 +264,15 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            ball = check_dense.Ball(layers, image, radius)
             try:
+                ball = check_dense.Ball(layers, image, radius)
                 margins = ball.open_margins(labels[index])
                 if len(margins):
                     C, D, slack, switching = ball.maps(margins)
-                    counts = tuple(
-                        int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1])
-                    )
-                    maps = Reduced(
-                        torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts
-                    )
+                    parts = np.split(switching, np.cumsum(neurons)[:-1])
+                    counts = tuple(int(part.sum()) for part in parts)
+                    tensors = [torch.from_numpy(part) for part in (C, D, slack)]
+                    maps = Reduced(tensors[0], tensors[1], tensors[2], counts)
                     solution = best_multipliers(maps, enough=0.999 / radius)
                     if solution is None:
                         continue
@@ -329,11 +310,22 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
             raise Refused(
                 f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}"
             ) from error
-    document = {"format": "equipoise-bundle", "version": 1, "input_shape": list(example.shape[1:])}
-    return {**document, "nodes": writer.nodes}, writer.tensors
+
+    # without operations that became parts of others
+    nodes: list[dict[str, Any]] = []
+    used = {writer.nodes[-1]["name"]}
+    for row in reversed(writer.nodes):
+        if row["name"] in used:
+            used.update(row["inputs"], row["weights"].values())
+            nodes.insert(0, row)
+    tensors = {name: value for name, value in writer.tensors.items() if name in used}
+    return {"input_shape": list(example.shape[1:]), "nodes": nodes}, tensors
 
 
 _Arguments = Mapping[str, Any]
+
+#: a dense layer is a convolution without dimensions
+_DENSE = {"stride": [], "padding": [], "dilation": [], "groups": 1, "circular": False}
 
 
 class _Writer:
@@ -344,22 +336,27 @@ class _Writer:
         self.modules = modules
         self.nodes: list[dict[str, Any]] = []
         self.tensors: dict[str, np.ndarray] = {}
+        self.stored: dict[Any, str] = {}
         self.names: dict[Any, str] = {}
         self.block = ""
 
     def translate(self, node: fx.Node) -> None:
         """Append the operations of one node of the graph, or refuse it by name."""
         name = _name(node)
-        block = self.residual_block(node)
+        block = self.module_around(node)
         if block and block == self.block:
             self.names[node] = self.nodes[-1]["name"]
             return
         # a reshape before a block may be named after it
         self.block = "" if name in _RESHAPES else block
         if self.block:
-            _residual(self, node, self.modules[block])
+            module = self.modules[block]
+            _MODULES[type(module).__name__](self, node, module)
         elif name in _PASSED:
-            self.names[node] = self.names[node.all_input_nodes[0]]
+            source = node.all_input_nodes[0]
+            # parts of a value, which have no name, are recognised where they meet
+            if source in self.names:
+                self.names[node] = self.names[source]
         elif name in _TRANSLATIONS:
             _TRANSLATIONS[name](self, node, _arguments(node))
         elif name not in _PARTS:
@@ -367,10 +364,10 @@ class _Writer:
                 f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
             )
 
-    def residual_block(self, node: fx.Node) -> str:
-        """The path of the residual block around a node; empty outside of them."""
+    def module_around(self, node: fx.Node) -> str:
+        """The path of the module around a node that becomes one operation; empty outside of them."""
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            if type(self.modules.get(path)).__name__ in _RESIDUAL:
+            if type(self.modules.get(path)).__name__ in _MODULES:
                 return str(path)
         return ""
 
@@ -391,76 +388,78 @@ class _Writer:
             weights: its stored tensors.
             rest: its attributes.
         """
-        for source in sources:
-            if source not in self.names:
-                raise Refused(
-                    f"a bundle has no operation for an input of {node.name} ({_name(node)})"
-                )
         name = f"{node.name}_{len(self.nodes)}"
-        row: dict[str, Any] = {
-            "name": name,
-            "op": op,
-            "inputs": [self.names[source] for source in sources],
-        }
-        row["weights"] = {
-            key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()
-        }
-        self.nodes.append({**row, **rest})
+        stored = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
+        inputs = [self.names[source] for source in sources]
+        self.nodes.append({"name": name, "op": op, "inputs": inputs, "weights": stored, **rest})
         self.names[node] = name
 
     def store(self, name: str, value: Tensor) -> str:
         """The name under which a tensor is stored; equal tensors are stored once."""
         array = np.ascontiguousarray(value.detach().cpu().numpy())
-        for stored, other in self.tensors.items():
-            if other.dtype == array.dtype and np.array_equal(other, array):
-                return stored
+        content = (array.dtype.str, array.shape, array.tobytes())
+        name = self.stored.setdefault(content, name)
         self.tensors[name] = array
         return name
 
     def layer(
-        self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], **attributes: Any
+        self,
+        node: fx.Node,
+        op: str,
+        source: Any,
+        parameters: tuple[Tensor, Tensor | None],
+        geometry: _Arguments,
+        **rest: Any,
     ) -> None:
-        """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved.
+        """Append a linear layer, or a block around one, with a norm that the checker has proved.
 
         Args:
             node: a node of the program.
-            op: linear, convolution or residual.
+            op: linear, convolution, transposed or residual.
             source: the node that is its input.
-            weights: `weight`, and `bias` if it has one.
-            attributes: of the operation.
+            parameters: weight and bias; the bias has an entry for each channel.
+            geometry: of the convolution.
+            rest: other attributes of the operation.
         """
-        weight = weights["weight"]
+        weight, bias = parameters
+        taps: Any = weight.shape[2:]
         operator: Any = weight
-        if weight.dim() > 2:
-            geometry = _geometry(attributes)
-            taps: Any = weight.shape[2:]
-            operator = nn.Conv2d(
-                weight.shape[1] * geometry["groups"], len(weight), taps, bias=False, **geometry
-            )
+        if taps:
+            keys = dict(geometry)
+            mode = "circular" if keys.pop("circular") else "zeros"
+            kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(taps) - 1]
+            channels = weight.shape[1] * keys["groups"], len(weight)
+            operator = kind(*channels, taps, bias=False, padding_mode=mode, **keys)
             operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if "bias" in weights:
-            weights["bias"] = weights["bias"].reshape(-1, *[1] * (weight.dim() - 2))
-        lower = float(spectral_norm(operator, rtol=1e-4).lower)
-        layer = check_layers.Layer(_double(weight), attributes, _shape(source)[1:])
-        for growth in _GROWTH:
+        if bias is None:
+            bias = weight.new_zeros(_shape(node)[0] if op == "transposed" else len(weight))
+        weights = {"weight": weight, "bias": bias.reshape(-1, *[1] * len(taps))}
+
+        lower = max(1e-30, float(spectral_norm(operator, rtol=1e-4).lower))
+        layer = checker.Layer(_double(weight), geometry, rest.get("size", _shape(source)[1:]))
+        # the smallest bound that the checker's own proof gives, up to a factor of 2 of its distance to the norm
+        for power in range(28):
+            upper = lower * (1 + 1e-9 * 2**power)
             try:
-                layer.check(lower * growth)
+                layer.check(upper)
             except checker.Rejected:
                 continue
-            self.emit(node, op, [source], weights, upper=lower * growth, **attributes)
+            self.emit(node, op, [source], weights, upper=upper, **geometry, **rest)
             return
         raise Refused(f"{node.name}: the checker does not prove the norm {lower:g}")
 
 
 def _name(node: Any) -> str:
+    """The name of an operation, without the number of its dimensions."""
     target = getattr(node, "target", None)
-    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "")).removesuffix("_")
+    name = getattr(getattr(target, "overloadpacket", target), "__name__", "")
+    return re.sub(r"(_|[123]d)$", "", str(name))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operation by name, with their defaults."""
-    schema: Any = getattr(node.target, "_schema", None)
-    values = {argument.name: argument.default_value for argument in schema.arguments}
+    schema = getattr(node.target, "_schema", None)
+    values = {part.name: part.default_value for part in getattr(schema, "arguments", ())}
     return {**values, **dict(zip(values, node.args, strict=False)), **node.kwargs}
 
 
@@ -473,25 +472,34 @@ def _shape(node: fx.Node) -> list[int]:
     return [int(n) for n in node.meta["val"].shape[1:]]
 
 
-def _pair(value: Any) -> list[int]:
-    """A number for each of the two dimensions of an image."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * 2 if len(values) == 1 else values
-
-
-def _geometry(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Stride, padding, dilation and groups of a convolution of images."""
-    pairs = {key: _pair(attributes[key]) for key in ("stride", "padding", "dilation")}
-    return {**pairs, "groups": attributes["groups"]}
+def _geometry(attributes: _Arguments) -> dict[str, Any]:
+    """Stride, padding, dilation and groups of a convolution."""
+    lists = {key: list(attributes[key]) for key in ("stride", "padding", "dilation")}
+    return {**lists, "groups": attributes["groups"], "circular": False}
 
 
 def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """A dense layer or a convolution, with stored weights."""
-    weights = {key: writer.constants[a[key]] for key in ("weight", "bias") if a[key] is not None}
-    if _name(node) == "linear":
-        writer.layer(node, "linear", a["input"], weights)
-    else:
-        writer.layer(node, "convolution", a["input"], weights, **_geometry(a))
+    """A dense layer, a convolution, or a transposed one."""
+    source = a["input"]
+    weight = writer.constants[a["weight"]]
+    bias = None if a["bias"] is None else writer.constants[a["bias"]]
+    if weight.dim() == 2:
+        writer.layer(node, "linear", source, (weight, bias), _DENSE)
+        return
+    op = "convolution"
+    rest = {}
+    geometry = _geometry(a)
+    if "transpose" in _name(node):
+        op = "transposed"
+        rest = {"size": _shape(node)[1:]}
+    elif _name(source) == "pad" and "circular" in source.args:
+        # circular padding; its widths begin with the last dimension
+        widths = source.args[1][::-1]
+        if widths[::2] != widths[1::2] or any(geometry["padding"]):
+            raise Refused(f"{node.name}: a bundle has equal circular padding on both sides only")
+        geometry |= {"padding": widths[::2], "circular": True}
+        source = source.args[0]
+    writer.layer(node, op, source, (weight, bias), geometry, **rest)
 
 
 def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
@@ -502,11 +510,18 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     sources = [source for source in node.all_input_nodes if source in writer.names]
     if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros or not sources:
         raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
-    geometry = _geometry(vars(inner)) if inner.weight.dim() > 2 else {}
-    weights = {"weight": inner.weight}
-    if offset.numel():
-        weights["bias"] = offset
-    writer.layer(node, "residual", sources[0], weights, h=2.0, **geometry)
+    geometry = _geometry(vars(inner)) if inner.weight.dim() > 2 else _DENSE
+    parameters = inner.weight, offset if offset.numel() else None
+    writer.layer(node, "residual", sources[0], parameters, geometry, h=2.0)
+
+
+def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
+    """Reflections of pairs of channels, at the first node of their module."""
+    half = module.theta.detach() / 2
+    if module.dim != 1:
+        raise Refused(f"{node.name}: a bundle has Householder activations of channels only")
+    value = torch.stack([half.sin(), -half.cos()])
+    writer.emit(node, "householder", node.all_input_nodes[:1], {"value": value})
 
 
 def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
@@ -528,9 +543,8 @@ def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if a.get("value"):
         raise Refused(f"{node.name}: a bundle has padding with zeros only")
     source: Any = node.args[0]
-    places = torch.arange(1, 1 + math.prod(_shape(source)), dtype=torch.float64).reshape(
-        1, *_shape(source)
-    )
+    count = math.prod(_shape(source))
+    places = torch.arange(1.0, 1 + count, dtype=torch.float64).reshape(1, *_shape(source))
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
     writer.emit(node, "gather", [source], {"index": index[0].long() - 1})
@@ -554,84 +568,106 @@ def _arithmetic(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     writer.emit(node, op, [left], {"value": -value if name == "sub" else value})
 
 
-def _halves(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """`cat(|a|, b)` and `cat(max(a, b), min(a, b))` of the two parts of a value, split by channels."""
-    first, second = a["tensors"]
-    ordered = (_name(first), _name(second)) == ("maximum", "minimum") and first.args == second.args
-    parts = first.args if ordered else (first.args[0], second)
-    split = parts[0].args[0]
-    whole = [part.args for part in parts] == [(split, 0), (split, 1)] and _shape(node) == _shape(
-        split.args[0]
-    )
-    if a["dim"] != 1 or not whole or not (ordered or _name(first) == "abs"):
-        raise Refused(
-            f"{node.name}: a bundle has no concatenation, but for MaxMin and partial absolute values"
-        )
+def _concatenate(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
+    """Values one after the other; `cat(|a|, b)` and `cat(max(a, b), min(a, b))` of the halves of a value are activations."""
+    if a["dim"] != 1:
+        raise Refused(f"{node.name}: a bundle has concatenations of channels only")
+    values = a["tensors"]
+    names = [_name(value) for value in values]
+    if names not in (["maximum", "minimum"], ["abs", "slice"]):
+        writer.emit(node, "concatenate", values)
+        return
+    ordered = names[0] == "maximum"
+    first, second = values[0].args[0], values[1].args[1] if ordered else values[1]
+    source = first.args[0]
+    shape = _shape(node)
+    count = _shape(first)[0]
+    halves = [(source, 1, 0, count), (source, 1, count, shape[0])]
+    same = not ordered or values[0].args == values[1].args
+    if not same or [first.args, second.args] != halves or _shape(source) != shape:
+        raise Refused(f"{node.name}: of parts of a value, a bundle has MaxMin and β-abs only")
     if ordered:
-        writer.emit(node, "maxmin", [split.args[0]])
+        writer.emit(node, "reshape", [source], shape=[2, count, *shape[1:]])
+        writer.emit(node, "sort", [node], dim=1, descending=True)
+        writer.emit(node, "reshape", [node], shape=shape)
     else:
-        writer.emit(node, "abs", [split.args[0]], count=_shape(parts[0])[0])
+        writer.emit(node, "abs", [source], count=count)
 
 
 def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """Average and max pooling of images."""
-    unusual: list[Any] = []
-    if "output_size" in a:
-        windows = list(zip(_shape(a["self"])[1:], _pair(a["output_size"]), strict=True))
-        kernel = stride = [n // m for n, m in windows]
-        padding = [0, 0]
-        unusual += [n % m for n, m in windows]
+    """Average and max pooling, and the mean over an image."""
+    name = _name(node)
+    source = a["self"]
+    size = _shape(source)[1:]
+    dims = len(size)
+    kernel = stride = size
+    padding = [0] * dims
+    if name == "mean":
+        usual = sorted(d % (dims + 2) for d in a["dim"]) == list(range(2, dims + 2))
+    elif name.startswith("adaptive"):
+        outputs = a["output_size"]
+        kernel = stride = [n // m for n, m in zip(size, outputs, strict=True)]
+        usual = [k * m for k, m in zip(kernel, outputs, strict=True)] == size
     else:
-        kernel = _pair(a["kernel_size"])
-        stride = _pair(a["stride"] or kernel)
-        padding = _pair(a["padding"])
-        unusual += [
-            a["ceil_mode"],
-            a.get("divisor_override"),
-            _pair(a.get("dilation", 1)) != [1, 1],
-        ]
-        unusual.append(any(padding) and not a.get("count_include_pad", True))
-    if any(unusual):
+        kernel = list(a["kernel_size"])
+        padding = np.broadcast_to(a["padding"], dims).tolist()
+        stride = list(a["stride"] or kernel)
+        usual = not a["ceil_mode"] and not a.get("divisor_override")
+        usual &= bool(np.all(np.equal(a.get("dilation", 1), 1)))
+        usual &= not any(padding) or a.get("count_include_pad", True)
+    if not usual:
         raise Refused(
             f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only"
         )
-    op = "max_pool" if "max" in _name(node) else "average_pool"
-    writer.emit(node, op, [a["self"]], kernel=kernel, stride=stride, padding=padding)
+    op = "max_pool" if "max" in name else "average_pool"
+    writer.emit(node, op, [source], kernel=kernel, stride=stride, padding=padding)
+    if name == "mean":
+        writer.emit(node, "reshape", [node], shape=_shape(node))
 
 
-def _abs(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    if a["self"] in writer.names:
-        # otherwise a part of an activation
-        writer.emit(node, "abs", [a["self"]], count=_shape(node)[0])
+def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
+    """Functions of one number, and sorting, with PyTorch's arguments."""
+    name = _name(node).replace("hardtanh", "clamp")
+    ends = {"min": -1e99, "max": 1e99}
+    given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
+    rest: Any = {key: ends[key] if value is None else value for key, value in given.items()}
+    writer.emit(node, name, [a["self"]], **rest)
+
+
+def _reshape(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
+    writer.emit(node, "reshape", node.all_input_nodes[:1], shape=_shape(node))
 
 
 #: modules that become one operation
-_RESIDUAL = {"SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"}
+_MODULES: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
+    **dict.fromkeys(("SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"), _residual),
+    "HouseholderActivation": _householder,
+}
 #: operations that are recognised where their results meet
-_PARTS = {"split_with_sizes", "split", "chunk", "getitem", "maximum", "minimum"}
-_PASSED = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
-_RESHAPES = ("flatten", "view", "reshape", "unsqueeze", "squeeze")
+_PARTS = {"maximum", "minimum"}
+_PASSED = {"getitem", "dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
+_RESHAPES = ("flatten", "unflatten", "view", "reshape", "unsqueeze", "squeeze")
+_MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad")
+_FUNCTIONS = (
+    "relu",
+    "abs",
+    "leaky_relu",
+    "clamp",
+    "hardtanh",
+    "tanh",
+    "sigmoid",
+    "softplus",
+    "sort",
+)
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
-    **dict.fromkeys(
-        _RESHAPES,
-        lambda writer, node, a: writer.emit(
-            node, "reshape", node.all_input_nodes[:1], shape=_shape(node)
-        ),
-    ),
-    **dict.fromkeys(("linear", "conv2d"), _linear),
-    **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(("linear", "conv", "conv_transpose"), _linear),
+    **dict.fromkeys(("avg_pool", "max_pool", "adaptive_avg_pool", "mean"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(
-        ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad"),
-        _gather,
-    ),
-    "relu": lambda writer, node, a: writer.emit(node, "relu", [a["self"]]),
-    "abs": _abs,
-    "leaky_relu": lambda writer, node, a: writer.emit(
-        node, "leaky_relu", [a["self"]], slope=float(np.float32(a["negative_slope"]))
-    ),
+    **dict.fromkeys(_MOVES, _gather),
+    **dict.fromkeys(_FUNCTIONS, _activation),
     "batch_norm": _batch_norm,
-    "cat": _halves,
+    "cat": _concatenate,
 }
 
 __all__ = ["EPSILONS", "check", "describe", "write", "write_smoothing"]

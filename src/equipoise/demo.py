@@ -118,15 +118,13 @@ def showcase(
         runs = _certify(Loaded(name, plain, (1, 8, 8)), out / "runs" / key, s, show)
         show(f"audit the {name}", 0, 1)
         _audit(name, plain, runs[0], s)
-        show(f"audit the {name}", 1, 1)
         folders += [run.folder for run in runs]
     show("check the proofs", 0, 1)
     notes = [
         SOFT,
         f"The network under noise is trained with seed {s.seed}; other seeds give other networks.",
+        _check(networks["lipschitz"][1], out / "bundle", s),
     ]
-    notes.append(_check(networks["lipschitz"][1], out / "bundle", s))
-    show("check the proofs", 1, 1)
     show("write the report", 0, 1)
     data = collect(folders, title="How stable are these two networks?", intro=INTRO, notes=notes)
     write_report(data, out / "report.html")
@@ -149,23 +147,16 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
     """The proved run of a network and its sampled ones, attacked."""
     test = load_dataset("digits", "test")
     common: dict[str, Any] = {"limit": s.inputs, "name": "digits"}
+    noise: dict[str, Any] = {"sigma": s.sigma, "n": s.draws, "seed": s.seed}
 
-    def progress(verb: str) -> Callable[[Any, int, int], None]:
-        return lambda row, done, total: show(f"{verb} the {network.source}", done, total)
+    def progress(row: Any, done: int, total: int) -> None:
+        verb = "certify" if row.draws else "prove"
+        show(f"{verb} the {network.source}", done, total)
 
-    runs = [
-        prove(
-            network,
-            test,
-            run_dir=f"{prefix}-proved",
-            effort="fast",
-            progress=progress("prove"),
-            **common,
-        )
-    ]
-    common |= {"sigma": s.sigma, "n": s.draws, "seed": s.seed, "progress": progress("certify")}
+    common["progress"] = progress
+    runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", **common)]
     runs += [
-        certify(network, test, run_dir=f"{prefix}-{name}", **options, **common)
+        certify(network, test, run_dir=f"{prefix}-{name}", **options, **noise, **common)
         for name, options in SAMPLED.items()
     ]
     for run in runs:
@@ -184,7 +175,7 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
 
 def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
     """Bounds of the network, and pictures of inputs with an attack that changes a right answer, beside the proved run."""
-    x, y = load_dataset("digits", "test").batch(range(s.inputs))
+    x, y = load_dataset("digits", "test").batch(range(s.pictures))
     near = s.local_inputs
     audit = audit_network(
         title, model, x[:1], inputs=x[:near], ids=run.ids[:near], radius=0.1, steps=s.steps
@@ -192,24 +183,25 @@ def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
     save_audit(audit, run.folder)
 
     results = run.results()
-    attack = pgd(model, x[: s.pictures], y[: s.pictures], 1.0, s.steps, seed=s.seed)
+    attack = pgd(model, x, y, 1.0, s.steps, seed=s.seed)
     answers = model(attack.adversarial).argmax(1)
     pictures = []
     for i, success in enumerate(attack.success.tolist()):
-        adversarial: dict[str, Any] = {
-            "adversarial": data_uri(attack.adversarial[i].numpy()),
-            "distance": float(attack.distance[i]),
-            "answer": str(int(answers[i])),
-        }
         picture = Picture(
             model=title,
             id=str(run.ids[i]),
-            label=str(int(y[i])),
-            predicted=str(int(results.answer[i])),
+            label=str(y[i].item()),
+            predicted=str(results.answer[i]),
             radius=float(results.radius[i]),
             procedure=results.procedure,
             image=data_uri(x[i].numpy()),
-            **(adversarial if success else {}),
         )
+        if success:
+            adversarial = {
+                "adversarial": data_uri(attack.adversarial[i].numpy()),
+                "distance": float(attack.distance[i]),
+                "answer": str(answers[i].item()),
+            }
+            picture = picture.model_copy(update=adversarial)
         pictures.append(picture)
     save_gallery(pictures, run.folder)

@@ -7,35 +7,17 @@ import torch
 from torch import nn
 
 from equipoise.attacks import pgd, smooth_pgd
+from equipoise.data import load_dataset
+from equipoise.models import load
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, margin_radius
 
-datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn brings the digits")
+pytestmark = pytest.mark.medium
 
 
-class Lipschitz(nn.Module):
-    """Linear layers divided by their largest singular value (SVD, with a margin) and ReLUs: 1-Lipschitz up to the
-    head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 128)])
-        self.head = nn.Linear(128, 10)
-
-    @staticmethod
-    def scaled(weight: torch.Tensor) -> torch.Tensor:
-        return weight / (torch.linalg.matrix_norm(weight, 2) * (1 + 1e-5)).clamp(min=1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.hidden:
-            x = torch.relu(nn.functional.linear(x, self.scaled(layer.weight), layer.bias))
-        return nn.functional.linear(x, self.scaled(self.head.weight), self.head.bias)
-
-
-def _train(model: nn.Module, sigma: float, epochs: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def _train(model, sigma, epochs):
     torch.manual_seed(0)
-    digits = datasets.load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train_x, train_y = x[:1400], y[:1400]
+    digits, test = (load_dataset("digits", split) for split in ("train", "test"))
+    train_x, train_y = digits.batch(range(1400))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for _ in range(epochs):
         for rows in torch.randperm(1400).split(100):
@@ -44,29 +26,28 @@ def _train(model: nn.Module, sigma: float, epochs: int) -> tuple[nn.Module, torc
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return model.eval().requires_grad_(False), x[1400:], y[1400:]
+    return model.eval().requires_grad_(False), *test.batch(range(100))
 
 
 @pytest.fixture(scope="module")
 def lipschitz_net():
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    return _train(Lipschitz(), 0.1, 12)
+    """The packaged network and the test digits."""
+    test = load_dataset("digits", "test")
+    return load("digits").model.requires_grad_(False), *test.batch(range(200))
 
 
 @pytest.fixture(scope="module")
 def plain_net():
     torch.manual_seed(2)
-    return _train(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), 0.3, 12)
+    return _train(nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), 0.3, 12)
 
 
 def test_margins_hold_against_pgd(lipschitz_net):
     model, x, y = lipschitz_net
     z = model(x)
     assert (z.argmax(1) == y).float().mean() > 0.8
-    weight = model.scaled(model.head.weight)
-    for radius in (margin_radius(z, y), margin_radius(z, y, weight=weight)):
-        epsilon = radius
+    upper, pairs = load("digits").prove()
+    for epsilon in (margin_radius(z, y, upper), margin_radius(z, y, pairs)):
         rows = epsilon > 0
         assert epsilon[rows].mean() > 0.05
         result = pgd(model, x[rows], y[rows], epsilon[rows], steps=30, restarts=2)
@@ -94,7 +75,7 @@ def test_lipschitz_aware_certificates_hold(lipschitz_net):
     """The largest radii of all: softmax scores of a 1-Lipschitz network, smoothed."""
     model, x, _ = lipschitz_net
     smooth = SmoothedClassifier(model, 0.2, 10, map=SimplexMap("softmax", 0.05))
-    aware = smooth.certify(x[:24], n=2000, lipschitz=1.0)
+    aware = smooth.certify(x[:24], n=2000, lipschitz=load("digits").certificate["upper"])
     plain = smooth.certify(x[:24], n=2000)
     assert aware.radius.mean() >= plain.radius.mean()
     rows = torch.tensor(~aware.abstain)

@@ -97,7 +97,6 @@ CASES = {
     "code in the folder": (code, "asks for code in the folder"),
     "quantised": (changed(quantization_config={"quant_method": "bitsandbytes"}), "quantised weights"),
     "a type it does not know": (changed(model_type="no-such-model"), TYPES),
-    "a type that is no text": (changed(model_type=["resnet"]), TYPES),
     "a text model": (changed(model_type="bert", architectures=["BertModel"]), TYPES),
     "another class": (changed(architectures=["os.system"]), TYPES),
     "a huge model": (changed(hidden_sizes=[4, 2**15]), "far larger than its weights"),
@@ -112,9 +111,7 @@ CASES = {
     "pickled weights": (pickled, "pickled weights"),
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters are not read"),
     "weights in several files": (sharded, "several weight files"),
-    "timm": (lambda f: (f / "config.json").write_text('{"architecture": "resnet18"}'), TYPES),
     "deep": (changed(hidden_sizes=[[[[[[4]]]]]]), "config.json"),
-    "labels that are no table": (changed(id2label=7), "do not fit the model"),
     "more classes than can be named": (changed(num_labels=10**9, id2label=None), "a number within"),
     "layers that Python counts": (changed(depths=[2 * 10**9, 1]), "a number within"),
     "a window as large as a table": (

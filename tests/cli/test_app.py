@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 import equipoise as eq
 from equipoise.cli.app import COMMANDS, Command, build
 
+pytestmark = pytest.mark.medium
+
 
 def test_help_lists_every_command_with_examples(equipoise):
     assert equipoise("--version").out.strip() == f"equipoise {eq.__version__}"

@@ -12,6 +12,8 @@ from equipoise.models import load
 from equipoise.report import Checked, ReportData, collect, load_audit
 from equipoise.runs import open_run
 
+pytestmark = pytest.mark.medium
+
 NETWORKS, WAYS = ("lipschitz", "noise"), ("proved", "votes", "lvm")
 
 

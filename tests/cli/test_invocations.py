@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from equipoise.checkpoints import save_checkpoint
-from equipoise.cli.app import build
-from equipoise.nn.models import build as network
+from equipoise.cli import app
+from equipoise.nn import models
 
 RECIPE = """\
 model: {factory: 'equipoise.nn.models:mlp', arguments: {widths: [4]}}
@@ -80,7 +80,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("invocations")
     torch.manual_seed(0)
     arguments = {"in_features": 3, "widths": [4], "num_classes": 2}
-    save_checkpoint(folder / "net", network("mlp", **arguments), "equipoise.nn.models:mlp", arguments, (3,))
+    save_checkpoint(folder / "net", models.build("mlp", **arguments), "equipoise.nn.models:mlp", arguments, (3,))
     save_file({"w": torch.eye(3), "k": torch.ones(1, 1, 3, 3)}, folder / "w.safetensors")
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "own.py").write_text(OWN)
@@ -128,7 +128,7 @@ def mutated(chance: random.Random) -> list[str]:
 
 def invoke(words: list[str]):
     wanted = next((word for word in words if not word.startswith("-")), "")
-    return CliRunner().invoke(build(wanted=wanted), words)
+    return CliRunner().invoke(app.build(wanted=wanted), words)
 
 
 def check(words: list[str]) -> None:
@@ -162,6 +162,7 @@ def test_documents_have_the_keys_of_the_reference(place, monkeypatch):
         assert sorted(json.loads(ran.stdout)) == sorted(documented[name]), (name, ran.stderr)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", range(6))
 def test_broken_command_lines_are_sentences(place, monkeypatch, block):
     monkeypatch.chdir(place)

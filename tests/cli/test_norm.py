@@ -6,7 +6,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from equipoise.cli.norm import weight_bracket, weight_rows
+from equipoise.core import InputError
 from equipoise.norms import reference_norm
+
+pytestmark = pytest.mark.medium
 
 SKIPPED = {"fc.bias", "scale", "steps"}
 
@@ -176,3 +179,21 @@ def test_a_limit_decides_the_exit_code(equipoise, weights, limit, code):
     ran = equipoise("norm", weights[0], "--rtol", "0.1", "--fail-above", limit)
     assert ran.code == code
     assert ("larger than" in ran.err) == bool(code)
+
+
+def test_an_index_names_the_parts_and_heads_get_rows(tmp_path):
+    torch.manual_seed(0)
+    W, V = torch.randn(8, 6), torch.randn(5, 3)
+    save_file({"q": W}, tmp_path / "a.safetensors")
+    save_file({"v": V}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"q": "a.safetensors", "v": "b.safetensors"}}')
+    rows = {row["name"]: row for row in weight_rows(index, heads=4)}
+    assert list(rows) == ["q", "q[0]", "q[1]", "q[2]", "q[3]", "v"]
+    for h in range(4):
+        sigma = float(torch.linalg.svdvals(W[2 * h : 2 * h + 2].double())[0])
+        assert rows[f"q[{h}]"]["lower"] <= sigma * (1 + 1e-12) <= rows[f"q[{h}]"]["upper"] * (1 + 2e-12)
+    for text in ('{"weight_map": {"q": "../a.safetensors"}}', '{"weight_map": {}}', "[]"):
+        index.write_text(text)
+        with pytest.raises(InputError, match=r"index|outside"):
+            list(weight_rows(index))

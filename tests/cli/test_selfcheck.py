@@ -8,6 +8,7 @@ from equipoise.testing.norms import hostile_settings, truth
 from equipoise_lab.fuzz import trained_suite
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("check", sum(SUITES.values(), trained_suite()), ids=lambda check: check.name)
 def test_every_check_runs_without_violations(check):
     report = run((check,), seconds=1.0, seed=5)
@@ -62,6 +63,7 @@ def test_hostile_settings_really_reduce_precision():
     assert (A @ A).dtype is torch.float32
 
 
+@pytest.mark.medium
 def test_command(equipoise):
     ran = equipoise("selfcheck", "--minutes", "0.05", "--seed", "2", "--json")
     assert ran.code == 0

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from equipoise.core import InputError
-from equipoise.core.files import Count, Document, check_document, parse_document, read_bounded, sealed
+from equipoise.core.files import Count, Document, parse_document, read_bounded, sealed
 
 
 class Part(Document):
@@ -26,12 +26,10 @@ BAD = {
     "{}": "'steps' is missing",
     '{"steps": "3"}': "'steps' must be a valid integer, got '3'",
     '{"steps": true}': "'steps' must be a valid integer, got True",
-    '{"steps": 3.0}': "'steps' must be a valid integer",
     '{"steps": -1}': "'steps' must be greater than or equal to 0",
     '{"steps": 1' + "0" * 30 + "}": "'steps' must be less than or equal to",
     '{"steps": 1, "parts": {"a": {"sigma": null}}}': "'parts.a.sigma' must be a valid number, got None",
     '{"steps": 1, "parts": {"a": {"sigma": 1e999}}}': "'parts.a.sigma' must be a finite number",
-    '{"steps": 1, "parts": {"a": {"sigma": 1, "shape": "x"}}}': "'parts.a.shape' must be a valid array",
     '{"steps": 1, "stepz": 1}': "unknown key 'stepz'",
     '{"steps": 1, "steps": 2}': "given twice",
     '{"steps": NaN}': "NaN",
@@ -40,14 +38,10 @@ BAD = {
 }
 
 
-def test_a_document_has_its_types():
-    document = parse_document(GOOD, Example, "x.json")
-    assert document.steps == 3
-    assert document.parts["a"] == Part(sigma=1.0, shape=(1, 2))
-
-
 @pytest.mark.parametrize("text", BAD)
 def test_what_does_not_fit_is_one_sentence(text):
+    good = parse_document(GOOD, Example, "x.json")
+    assert good == Example(steps=3, parts={"a": Part(sigma=1.0, shape=(1, 2))})
     with pytest.raises(InputError) as caught:
         parse_document(text, Example, "x.json")
     assert BAD[text] in str(caught.value)
@@ -72,7 +66,3 @@ def test_only_regular_files_are_opened(tmp_path):
             read_bounded(path)
     with pytest.raises(InputError, match="cannot read"):
         read_bounded(tmp_path / "missing.json")
-
-
-def test_parsed_values_are_checked_too():
-    assert check_document({"steps": 1}, Example, "a row") == Example(steps=1)

@@ -4,6 +4,8 @@ torch chooses the kernels of a convolution by strides; those for channels-last w
 few channels (torch 2.13, AVX2, one thread). One row is one path from a batch to a network.
 """
 
+import tempfile
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from equipoise.core import fresh_strides
 from equipoise.curvature import LossHessian
 from equipoise.data import Dataset, random_crop, random_flip
 from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies
-from equipoise.runs.sources import Inputs
+from equipoise.runs import certify
 from equipoise.smoothing import SmoothedClassifier
 from equipoise.train import read_recipe, run_recipe
 from nn.layer_cases import marked_rows
@@ -53,11 +55,9 @@ def train(**parts):
 PATHS = {
     "batch of bytes": lambda net: net(dataset("NHWC").batch(range(4))[0]),
     "batch of flat images": lambda net: net(dataset("NHW").batch([0, 5])[0]),
-    "items collated": lambda net: net(next(iter(torch.utils.data.DataLoader(dataset("NHWC"), batch_size=3)))[0]),
     "flip": lambda net: net(random_flip(grey(), torch.Generator())),
     "crop": lambda net: net(random_crop(grey(), torch.Generator(), 2)),
-    "no crop": lambda net: net(random_crop(grey(), torch.Generator(), 0)),
-    "run inputs": lambda net: net(Inputs.of((grey(), LABELS)).item(0).x[None]),
+    "certify": lambda net: certify(net, (grey(), LABELS), run_dir=tempfile.mkdtemp(), sigma=0.5, n0=2, n=2, limit=1),
     "pgd": lambda net: pgd(net, grey(), LABELS, 0.5, steps=2),
     "smooth pgd": lambda net: smooth_pgd(
         SmoothedClassifier(net, 0.5, 4), grey(), LABELS, 0.5, steps=1, draws=2, check_draws=2
@@ -66,7 +66,6 @@ PATHS = {
     "noisy copies": lambda net: net(noisy_copies(grey(), 0.5, 2)),
     "consistency": lambda net: consistency_loss(net, grey(), LABELS, 0.5).backward(),
     "curvature": lambda net: LossHessian(net, "ce", (grey(), LABELS)).gradient(),
-    "training": lambda net: train(),
     "training with augmentation": lambda net: train(data={"augment": [{"kind": "flip"}, {"kind": "pad-crop"}]}),
     "training under noise": lambda net: train(noise={"kind": "gaussian", "sigma": 0.1}),
     "smoothing": lambda net: SmoothedClassifier(net, 0.5, 4).counts(grey()[0], 100, input_id=0, stream=1),
@@ -101,9 +100,6 @@ def test_the_same_numbers_with_fresh_strides(shape):
         assert torch.equal(fresh, turned)
         assert fresh.stride() == torch.empty(fresh.shape).stride()
         assert fresh_strides(fresh) is fresh
-
-
-def test_gradients_pass():
     x = grey().requires_grad_()
     fresh_strides(x).square().sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())

@@ -53,6 +53,7 @@ def gauss_newton(model, loss, data):
     return total.numpy()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("loss", ["ce", "mse"])
 @pytest.mark.parametrize("scale", [0.3, 3.0])
@@ -147,6 +148,7 @@ def test_labels_must_be_class_numbers():
         hessian_bound_report(nn.Sequential(nn.Linear(2, 2)), "ce", (torch.zeros(2, 2), 50 * torch.rand(2, 2)))
 
 
+@pytest.mark.medium
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.05, 5.0), st.floats(0.1, 4.0))
 def test_smoothed_bound_holds_for_softmax_regression(seed, sigma, scale):

@@ -8,6 +8,8 @@ from torch import nn
 from equipoise.core import InputError, Refused
 from equipoise.curvature import LossHessian
 
+pytestmark = pytest.mark.medium
+
 
 def network(out=3):
     torch.manual_seed(0)

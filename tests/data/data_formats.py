@@ -34,13 +34,10 @@ def png(image: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    np.savez(folder / "a.npz", x_test=x, y_test=y, x_train=x[:2], y_train=y[:2])
+    np.savez_compressed(
+        folder / "a.npz", image_test=np.asfortranarray(x), label_test=y[:, None], x_train=x[:2], y_train=y[:2]
+    )
     return str(folder / "a.npz")
-
-
-def write_npz_plain_names(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    np.savez_compressed(folder / "b.npz", image=np.asfortranarray(x), label=y[:, None].astype(np.uint8))
-    return str(folder / "b.npz")
 
 
 def write_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
@@ -49,14 +46,6 @@ def write_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{i:03d}.png").write_bytes(png(image))
     return f"{folder}#test"
-
-
-def write_bmp_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    for i, (image, label) in enumerate(zip(x, y, strict=True)):
-        (folder / CLASSES[label]).mkdir(exist_ok=True)
-        (folder / CLASSES[label] / f"{i:03d}.BMP").write_bytes(png(image, "BMP"))
-    (folder / "README.txt").write_text("not a class")
-    return str(folder)
 
 
 FEATURES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": CLASSES}, "y": {"dtype": "int64"}}
@@ -110,10 +99,6 @@ def _write_module(folder: Path, x: np.ndarray, y: np.ndarray, code: str) -> str:
     return f"{name}:make"
 
 
-def write_arrays_factory(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    return _write_module(folder, x, y, "import torch\ndef make(): return torch.tensor(x), torch.tensor(y)\n")
-
-
 def write_map_factory(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     code = (
         "class make:\n  def __init__(self, split='test'):\n    if split != 'test': raise KeyError('no such split')\n"
@@ -149,13 +134,10 @@ class Format:
 ARROW = ("pyarrow", "PIL")
 FORMATS = [
     Format("npz", write_npz),
-    Format("npz-image-label", write_npz_plain_names),
     Format("folder", write_folder, needs=("PIL",), classes=True),
-    Format("folder-bmp", write_bmp_folder, needs=("PIL",), classes=True),
     Format("parquet", write_parquet, needs=ARROW),
     Format("parquet-shards", write_parquet_shards, needs=ARROW),
     Format("parquet-lists", write_parquet_lists, needs=("pyarrow",)),
-    Format("factory-arrays", write_arrays_factory, files=False),
     Format("factory-map", write_map_factory, files=False),
     Format("factory-pictures", write_picture_factory, files=False, needs=("PIL",)),
 ]

@@ -11,22 +11,15 @@ def keyed(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("shape", [(20, 3, 6, 5), (7, 1, 4, 9), (1, 2, 3, 3)])
-@pytest.mark.parametrize("padding", [1, 2])
-def test_crops_are_cut_out_of_the_padded_image(shape, padding):
-    x = torch.randn(shape, generator=keyed(1))
-    padded = torch.nn.functional.pad(x, [padding] * 4)
-    height, width = shape[-2:]
-    for image, whole in zip(random_crop(x, keyed(7), padding), padded, strict=True):
-        places = [(i, j) for i in range(2 * padding + 1) for j in range(2 * padding + 1)]
-        assert any(torch.equal(image, whole[:, i : i + height, j : j + width]) for i, j in places)
-
-
-def test_every_place_is_cut_equally_often():
-    x = torch.arange(9.0).reshape(1, 1, 3, 3).expand(9000, 1, 3, 3)
-    middle = random_crop(x, keyed(), 1)[:, 0, 1, 1].long()
-    counts = torch.bincount(middle, minlength=9)
-    assert bool(((counts - 1000).abs() < 160).all())  # five standard deviations
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_crops_are_cut_out_of_the_padded_image_at_every_place_equally_often(padding):
+    places = (2 * padding + 1) ** 2
+    x = torch.arange(15.0).reshape(1, 1, 5, 3).expand(400 * places, 1, 5, 3)
+    whole = torch.nn.functional.pad(x[:1], [padding] * 4)
+    windows = whole.unfold(2, 5, 1).unfold(3, 3, 1).reshape(places, 1, 5, 3)
+    same = (random_crop(x, keyed(), padding)[:, None] == windows[None]).flatten(2).all(2)
+    assert bool((same.sum(1) == 1).all())
+    assert bool(((same.sum(0) - 400).abs() < 100).all())  # five standard deviations
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -50,14 +43,6 @@ def test_the_generator_alone_decides_and_every_image_by_its_place(augment):
     other = x.clone()
     other[7] = 0.5
     assert torch.equal(augment(other, keyed(5))[:7], first[:7])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8])
-def test_numbers_are_moved_not_changed(dtype):
-    x = (torch.rand(5, 1, 4, 4, generator=keyed()) * 200).to(dtype)
-    out = random_crop(x, keyed(), 1)
-    assert out.dtype == dtype
-    assert set(out.flatten().tolist()) <= {0, *x.flatten().tolist()}
 
 
 @pytest.mark.parametrize(

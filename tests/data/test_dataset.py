@@ -38,31 +38,7 @@ def test_digits_are_scikit_learns_split_once():
     assert sorted(found) == wanted
 
 
-def test_digits_never_change():
-    """Stored results name this fingerprint."""
-    known = "sha256:07bd5687fbe917c0315af3504fcdbda0503e139851cab1bb213633252c8413f3"
-    assert load_dataset("digits", split="test").fingerprint() == known
-
-
 # ---- values and layouts -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", ">f8"])
-def test_floats_are_kept(dtype):
-    x = (floats() * 7 - 3).astype(dtype)
-    ds = Dataset.from_arrays(x, Y)
-    assert torch.equal(ds.batch(range(4))[0], torch.from_numpy(x.astype(np.float32)))
-
-
-def test_byte_order_is_not_content_but_type_and_scale_are():
-    x = floats()
-    same = Dataset.from_arrays(x, Y).fingerprint()
-    assert Dataset.from_arrays(x.astype(">f4"), Y).fingerprint() == same
-    assert Dataset.from_arrays(torch.from_numpy(x), torch.from_numpy(Y)).fingerprint() == same
-    assert Dataset.from_arrays(x.astype(np.float64), Y).fingerprint() != same
-    assert Dataset.from_arrays(x, Y, scale=2.0).fingerprint() != same
-    assert Dataset.from_arrays(x, Y[::-1].copy()).fingerprint() != same
-    assert Dataset.from_arrays(x.reshape(4, 5, 3, 5), Y, layout="NCHW").fingerprint() != same
 
 
 LAYOUTS = [
@@ -70,18 +46,11 @@ LAYOUTS = [
     ((4, 3, 6, 5), np.float32, "auto", (3, 6, 5)),
     ((4, 3, 6, 5), np.uint8, "NCHW", (3, 6, 5)),
     ((4, 6, 5, 3), np.float32, "NHWC", (3, 6, 5)),
-    ((4, 3, 5, 3), np.uint8, "auto", (3, 3, 5)),  # either would do: the rule decides
-    ((4, 3, 5, 3), np.float64, "auto", (3, 5, 3)),
-    ((4, 16, 7, 7), np.float32, "auto", (16, 7, 7)),
-    ((4, 7, 7, 16), np.uint8, "auto", (16, 7, 7)),
     ((4, 6, 5), np.uint8, "auto", (1, 6, 5)),
     ((4, 6, 5), np.float32, "auto", (6, 5)),  # a time series
-    ((4, 6, 5), np.float32, "NHW", (1, 6, 5)),
-    ((4, 6, 5), np.uint8, "as-is", (6, 5)),
     ((4, 6, 5, 3), np.float32, "as-is", (6, 5, 3)),
     ((4, 2, 3, 4, 5), np.float32, "auto", (2, 3, 4, 5)),
     ((4, 9), np.float32, "auto", (9,)),
-    ((4, 9), np.float32, "NHW", None),
     ((4, 3, 6, 5), np.uint8, "auto", None),
     ((4, 6, 5, 3), np.float32, "auto", None),
     ((4, 6, 5, 3), np.uint8, "CHWN", None),
@@ -103,29 +72,18 @@ def test_layout_rule(shape, dtype, layout, wanted):
     assert torch.equal(ds[2][0], first)
 
 
-@pytest.mark.parametrize(("value", "row"), [(np.nan, 2), (-np.inf, 3), (1e39, 1)])
-def test_non_finite_rows_are_named(value, row):
-    x = floats(dtype=np.float64)
-    x[row, 2, 4, 4] = value
-    with pytest.raises(InputError, match=rf"row {row} holds NaN, infinity or a number too large for float32"):
-        Dataset.from_arrays(x, Y)
-
-
 BAD = {
     "negative-label": (floats(), np.array([0, 1, -1, 0]), {}, "row 2 has label -1, expected 0 or more"),
     "label-too-large": (floats(), Y, {"num_classes": 2}, "row 2 has label 2, expected in 0 … 1"),
-    "huge-label": (floats(), np.array([0, 1, 2**63, 0], np.uint64), {}, "row 2 has label 9223372036854775808"),
     "float-labels": (floats(), Y.astype(float), {}, "one integer per row"),
     "one-hot": (floats(), np.eye(4, dtype=int), {}, "one integer per row"),
     "too-few-labels": (floats(), Y[:3], {}, "4 inputs but 3 labels"),
     "empty": (floats((0, 3, 5, 5)), Y[:0], {}, "not empty"),
-    "no-pixels": (floats((4, 3, 0, 5)), Y, {}, "not empty"),
-    "one-axis": (floats((4,)), Y, {}, "expected"),
     "int64": (np.zeros((4, 5, 5), int), Y, {}, "uint8"),
-    "bool": (np.zeros((4, 5, 5), bool), Y, {}, "uint8"),
-    "complex": (np.zeros((4, 5, 5), complex), Y, {}, "uint8"),
     "objects": (np.array([[None], [1], [2], [3]]), Y, {}, "not an array of numbers"),
     "ragged": ([[1.0], [1.0, 2.0]], [0, 1], {}, "not an array of numbers"),
+    "not-a-number": (floats() * np.nan, Y, {}, "row 0 holds NaN, infinity or a number too large for float32"),
+    "too-large": (floats(dtype=np.float64) * 1e39, Y, {}, "too large for float32"),
     "no-classes": (floats(), Y, {"num_classes": 0}, "num_classes must be positive"),
 }
 
@@ -135,17 +93,6 @@ def test_bad_arrays_are_refused(name):
     x, y, options, message = BAD[name]
     with pytest.raises(InputError, match=re.escape(message)):
         Dataset.from_arrays(x, y, **options)
-
-
-def test_nothing_the_caller_does_changes_a_dataset():
-    x, y = floats(), Y.copy()
-    ds = Dataset.from_arrays(x, y)
-    before = ds.batch(range(4))[0].clone()
-    x[:], y[:] = 0, 0
-    ds.batch(range(4))[0].zero_()
-    ds.batch(range(4))[1].zero_()
-    assert torch.equal(ds.batch(range(4))[0], before)
-    assert ds.labels.tolist() == [0, 1, 2, 1]
 
 
 # ---- selections ---------------------------------------------------------------------------------------------------
@@ -168,22 +115,39 @@ def test_selections_compose_and_keep_ids(skip, stride, limit, skip2, stride2):
         assert part.select(skip2, stride=stride2).ids.tolist() == wanted[skip2::stride2]
 
 
-def test_equal_rows_with_other_ids_have_another_fingerprint():
-    ds = Dataset.from_arrays(np.zeros((6, 2), np.float32), np.zeros(6, int))
-    assert ds.select(limit=3).fingerprint() != ds.select(skip=3).fingerprint()
+# ---- names --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"skip": -1}, {"stride": 0}, {"limit": 0}, {"limit": -3}])
+@pytest.mark.parametrize("options", [{"skip": -1}, {"stride": 0}, {"limit": 0}])
 def test_senseless_selections_are_refused(options):
     with pytest.raises(InputError, match="expected skip"):
         load_dataset("digits").select(**options)
+
+
+def test_a_fingerprint_is_the_content():
+    """Type, scale, labels and ids count, the byte order and the container do not; the caller's arrays are copied."""
+    x, y = floats(), Y.copy()
+    ds = Dataset.from_arrays(x, y)
+    same, before = ds.fingerprint(), ds.batch(range(4))[0].clone()
+    for equal in (x.astype(">f4"), torch.from_numpy(x)):
+        assert Dataset.from_arrays(equal, torch.from_numpy(Y)).fingerprint() == same
+    for other in (
+        Dataset.from_arrays(x.astype(np.float64), Y), Dataset.from_arrays(x, Y, scale=2.0),
+        Dataset.from_arrays(x, Y[::-1].copy()), Dataset.from_arrays(x.reshape(4, 5, 3, 5), Y, layout="NCHW"),
+    ):  # fmt: skip
+        assert other.fingerprint() != same
+    equal_rows = Dataset.from_arrays(np.zeros((6, 2), np.float32), np.zeros(6, int))
+    assert equal_rows.select(limit=3).fingerprint() != equal_rows.select(skip=3).fingerprint()
+    x[:], y[:] = 0, 0
+    ds.batch(range(4))[0].zero_()
+    assert torch.equal(ds.batch(range(4))[0], before)
+    assert ds.labels.tolist() == [0, 1, 2, 1]
 
 
 def test_it_is_a_map_style_dataset_of_torch():
     ds = Dataset.from_arrays(floats(), Y)
     with pytest.raises(IndexError):
         ds[4]
-    assert len(list(ds)) == 4
     x, y = next(iter(DataLoader(ds, batch_size=4)))
     assert torch.equal(x, ds.batch(range(4))[0])
     assert y.tolist() == Y.tolist()
@@ -193,84 +157,63 @@ def test_it_is_a_map_style_dataset_of_torch():
 
 # ---- names --------------------------------------------------------------------------------------------------------
 
+#: a name or more arguments of `load_dataset`, and what is said
+WRONG = [
+    ({"spec": "nowhere.npz"}, "there is no 'nowhere.npz'"),
+    ({"spec": ""}, "there is no ''"),
+    ({"spec": "no_such_module:make"}, "No module named"),
+    ({"spec": "math:no_such_name"}, "has no 'no_such_name'"),
+    ({"spec": "math:pi"}, "is a float"),
+    ({"spec": "math:factorial"}, "failed with TypeError"),
+    ({"spec": "sys:exit"}, "failed with SystemExit"),
+    ({"spec": "digits#validation"}, "no split 'validation': choose one of train, test"),
+    ({"spec": "digits", "size": 4}, "size= has no meaning"),
+    ({"spec": "digits", "columns": ("a", "b")}, "columns= has no meaning"),
+    ({"spec": "a#test.npz"}, "no split 'test': choose one of train, val"),
+    ({"spec": "a#test.npz#val", "split": "train"}, "'val', but split='train' was given"),
+    *[({"spec": spec}, "") for spec in ("a" * 5000, "a\0b.npz", "é:x", "a:b:c", "#test", "~", "\n")],
+]
 
-def test_a_split_in_the_name(tmp_path):
-    np.savez(tmp_path / "a#test.npz", x_train=floats(), y_train=Y, x_val=floats()[:2], y_val=Y[:2])
-    path = str(tmp_path / "a#test.npz")
-    assert len(load_dataset(f"{path}#val")) == 2
-    assert len(load_dataset(path, split="train")) == 4
-    assert load_dataset(f"{path}#val").num_classes == 3  # the classes of all splits
-    with pytest.raises(InputError, match="no split 'test': choose one of train, val"):
-        load_dataset(path)
-    with pytest.raises(InputError, match="'val', but split='train' was given"):
-        load_dataset(f"{path}#val", split="train")
-    with pytest.raises(InputError, match="no split 'test': choose one of train, val"):
-        load_dataset(path, split="test")
 
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("nowhere.npz", "there is no 'nowhere.npz'"),
-        ("", "there is no ''"),
-        ("no_such_module:make", "No module named"),
-        ("math:no_such_name", "has no 'no_such_name'"),
-        ("math:pi", "is a float"),
-        ("math:factorial", "failed with TypeError"),
-        ("digits#validation", "no split 'validation': choose one of train, test"),
-    ],
-)
-def test_unknown_names_are_refused(spec, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=str)
+def test_names_and_splits(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=re.escape(message)):
-        load_dataset(spec)
+    np.savez("a#test.npz", x_train=floats(), y_train=Y, x_val=floats()[:2], y_val=Y[:2])
+    assert (len(load_dataset("a#test.npz#val")), len(load_dataset("a#test.npz", split="train"))) == (2, 4)
+    assert load_dataset("a#test.npz#val").num_classes == 3  # the classes of all splits
+    with pytest.raises(InputError, match=re.escape(said)):
+        load_dataset(**arguments)
 
 
-@pytest.mark.parametrize("spec", ["a" * 5000, "a\0b.npz", "é:x", "a:b:c", "#test", "~", "\n"])
-def test_odd_names_are_refused(spec):
-    with pytest.raises(InputError):
-        load_dataset(spec)
+def items(*rows):
+    return type("Items", (), {"__len__": lambda _: len(rows), "__getitem__": lambda _, index: rows[index]})()
 
 
-@pytest.mark.parametrize("option", [{"size": 4}, {"columns": ("a", "b")}, {"layout": "NCHW"}])
-def test_an_option_that_means_nothing_is_refused(option):
-    with pytest.raises(InputError, match=f"{next(iter(option))}= has no meaning"):
-        load_dataset("digits", **option)
-
-
-class Items:
-    def __init__(self, rows):
-        self.rows = rows
-
+class Augmented:
     def __len__(self):
-        return len(self.rows)
+        return 4
 
     def __getitem__(self, index):
-        return self.rows[index]
+        return np.random.default_rng().random((3, 5, 5)), 0
 
 
-def test_map_style_datasets_that_change_or_differ_are_refused():
-    x = floats()
+MAPS = {
+    "augmented": (Augmented(), "another input each time"),
+    "shapes": (items((floats()[0], 0), (floats()[1, :, :4], 0)), "row 1 is float32 of shape"),
+    "nan": (items((floats()[0], 0), (floats()[1] * np.nan, 0)), "row 1 holds NaN"),
+    "no pair": (items(floats()[0]), "row 0 is not a pair"),
+    "half a label": (items((floats()[0], 0.5)), "one integer per row"),
+    "a label beyond int64": (items((floats()[0], np.uint64(2**64 - 1))), "row 0 has label 18446744073709551615"),
+    "nothing": (items(), "holds no data"),
+    "a generator": ((i for i in range(3)), "is a generator"),
+}
 
-    class Augmented(Items):
-        def __getitem__(self, index):
-            return np.random.default_rng().random((3, 5, 5)), 0
 
-    with pytest.raises(InputError, match="another input each time"):
-        as_dataset(Augmented([0] * 4), "items")
-    with pytest.raises(InputError, match="row 1 is float32 of shape"):
-        as_dataset(Items([(x[0], 0), (x[1, :, :4], 0)]), "items").fingerprint()
-    nan = Items([(x[0], 0), (x[1] * np.nan, 0)])
-    with pytest.raises(InputError, match="row 1 holds NaN"):
-        as_dataset(nan, "items").batch([0, 1])
-    with pytest.raises(InputError, match="row 0 is not a pair"):
-        as_dataset(Items([x[0]]), "items")
-    with pytest.raises(InputError, match="one integer per row"):
-        as_dataset(Items([(x[0], 0.5)]), "items")
-    with pytest.raises(InputError, match="holds no data"):
-        as_dataset(Items([]), "items")
-    with pytest.raises(InputError, match="is a generator"):
-        as_dataset((i for i in range(3)), "items")
+@pytest.mark.parametrize("name", MAPS)
+def test_map_style_datasets_that_make_no_sense_are_refused(name):
+    data, said = MAPS[name]
+    with pytest.raises(InputError, match=said):
+        as_dataset(data, "items").fingerprint()
 
 
 # ---- dictionaries, no labels -----------------------------------------------------------------------

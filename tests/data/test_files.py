@@ -1,5 +1,6 @@
 """The same images in every format are the same dataset; damage, lies and code in files are always noticed."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -15,7 +16,7 @@ import torch
 from data_formats import CASES, CLASSES, FORMATS, H, N, Payload, W, labels, pixels, png, table, write_folder
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.data import Dataset, as_dataset, load_dataset
+from equipoise.data import Dataset, load_dataset
 
 X, Y = pixels(), labels()
 IDS = [f"{row.id}-{channels}" for row, channels in CASES]
@@ -29,100 +30,59 @@ def written(row, channels, folder, seed=0):
 
 
 @pytest.mark.parametrize(("row", "channels"), CASES, ids=IDS)
-def test_values_labels_and_shapes(row, channels, tmp_path):
-    spec, x, y = written(row, channels, tmp_path)
-    ds = load_dataset(spec)
+def test_the_same_images_in_every_format(row, channels, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    spec, x, y = written(row, channels, tmp_path / "one")
+    ds, reference = load_dataset(spec), Dataset.from_arrays(x, y)
     assert (len(ds), ds.input_shape, ds.num_classes) == (N, (channels, H, W), row.num_classes)
     assert ds.labels.dtype == np.int64
-    assert ds.labels.tolist() == y.tolist() == ds.all_labels.tolist()
+    assert ds.labels.tolist() == y.tolist()
     assert (ds.classes == tuple(CLASSES)) if row.classes else ds.classes is None
     order = np.random.default_rng(1).permutation(N)
-    batch, found = ds.batch(np.concatenate([order, order[:3]]))
-    wanted = torch.from_numpy(x.transpose(0, 3, 1, 2)[np.concatenate([order, order[:3]])]).float() / 255
+    batch, picked = ds.batch(order)
     assert batch.dtype == torch.float32
-    assert torch.equal(batch, wanted)
-    assert found.dtype == torch.int64
-    assert found.tolist() == y[np.concatenate([order, order[:3]])].tolist()
+    assert torch.equal(batch, torch.from_numpy(x.transpose(0, 3, 1, 2)[order]).float() / 255)
+    assert picked.dtype == torch.int64
+    assert picked.tolist() == y[order].tolist()
     one, label = ds[-1]
     assert torch.equal(one, torch.from_numpy(x[-1].transpose(2, 0, 1)).float() / 255)
     assert (type(label), label) == (int, y[-1])
 
-
-@pytest.mark.parametrize(("row", "channels"), CASES, ids=IDS)
-def test_fingerprint_is_the_content(row, channels, tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    spec, x, y = written(row, channels, tmp_path / "one")
-    reference = Dataset.from_arrays(x, y)
-    ds = load_dataset(spec)
-    assert ds.fingerprint() == reference.fingerprint() == ds.fingerprint()
-    assert ds.select(skip=2, stride=3).fingerprint() == reference.select(skip=2, stride=3).fingerprint()
-    other, *_ = written(row, channels, tmp_path / "two", seed=1)
-    assert load_dataset(other).fingerprint() != ds.fingerprint()
-
-
-@pytest.mark.parametrize(("row", "channels"), CASES, ids=IDS)
-def test_a_copy_in_another_process_reads_the_same(row, channels, tmp_path):
-    ds = load_dataset(written(row, channels, tmp_path)[0])
-    ds.batch([0])  # files may be open now
-    copy = pickle.loads(pickle.dumps(ds.select(skip=1)))
-    assert torch.equal(copy.batch([3, 0])[0], ds.batch([4, 1])[0])
-    assert copy.ids[0] == 1
+    assert ds.fingerprint() == reference.fingerprint()
+    part = ds.select(skip=2, stride=3)
+    assert part.fingerprint() == reference.select(skip=2, stride=3).fingerprint()
+    assert load_dataset(written(row, channels, tmp_path / "two", seed=1)[0]).fingerprint() != ds.fingerprint()
+    copy = pickle.loads(pickle.dumps(part))  # in another process
+    assert torch.equal(copy.batch([1, 0])[0], part.batch([1, 0])[0])
+    with pytest.raises(InputError, match="split"):
+        load_dataset(spec.partition("#")[0], split="nonsense")
+    if row.files:
+        with pytest.raises(InputError, match=r"row 4 has label 1, expected in 0 … 0"):
+            load_dataset(spec, num_classes=1)
 
 
 @pytest.mark.parametrize("row", [r for r in FORMATS if r.files], ids=lambda r: r.id)
-def test_truncated_files_are_refused(row, tmp_path):
+def test_damaged_files_are_refused_or_read_in_a_sentence(row, tmp_path):
     spec, *_ = written(row, row.channels[-1], tmp_path)
-    whole = load_dataset(spec)
-    split = "train" if spec.endswith("#train") else "test"
-    paths = [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".txt"]
-    used = [p for p in paths if not ("train" in str(p.relative_to(tmp_path)) and split == "test")]
-    assert used
-    for path in used[:4]:
+    whole, rng = load_dataset(spec).fingerprint(), random.Random(row.id)
+    paths = sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".txt")
+    for path in [p for p in paths if "train" not in str(p.relative_to(tmp_path))][:3]:
         content = path.read_bytes()
         tail = 40 if path.suffix == ".png" else 5  # the last bytes of a PNG only say that it ends
         for length in (0, 1, 7, len(content) // 2 + 1, len(content) - tail):
             path.write_bytes(content[:length])
             with pytest.raises(InputError):
                 load_dataset(spec).fingerprint()
+        for _ in range(12):
+            damaged = bytearray(content)
+            for _ in range(rng.choice([1, 20])):
+                damaged[rng.randrange(min(len(content), rng.choice([64, 4000])))] = rng.randrange(256)
+            path.write_bytes(damaged)
+            with contextlib.suppress(EquipoiseError):
+                load_dataset(spec).fingerprint()
         path.write_bytes(content)
-    assert load_dataset(spec).fingerprint() == whole.fingerprint()
-
-
-@pytest.mark.parametrize("row", [r for r in FORMATS if r.files], ids=lambda r: r.id)
-def test_damage_raises_nothing_but_our_errors(row, tmp_path):
-    spec, *_ = written(row, row.channels[-1], tmp_path)
-    rng = random.Random(row.id)
-    paths = sorted(p for p in tmp_path.rglob("*") if p.is_file())
-    refused = []
-    for _ in range(40):
-        path = rng.choice(paths)
-        content = path.read_bytes()
-        damaged = bytearray(content)
-        for _ in range(rng.choice([1, 20])):
-            damaged[rng.randrange(min(len(content), rng.choice([64, 4000])))] = rng.randrange(256)
-        path.write_bytes(damaged)
-        try:
-            load_dataset(spec).fingerprint()
-        except EquipoiseError as error:
-            refused.append(str(error))
-        path.write_bytes(content)
-    assert not any("\n" in message for message in refused)
-    assert refused
-
-
-@pytest.mark.parametrize(("row", "channels"), CASES, ids=IDS)
-def test_an_unknown_split_is_refused(row, channels, tmp_path):
-    spec, *_ = written(row, channels, tmp_path)
-    with pytest.raises(InputError, match="split"):
-        load_dataset(spec.partition("#")[0], split="nonsense")
-
-
-@pytest.mark.parametrize("row", [r for r in FORMATS if r.files], ids=lambda r: r.id)
-def test_a_label_out_of_range_names_row_value_and_range(row, tmp_path):
-    spec, *_ = written(row, row.channels[-1], tmp_path)
-    with pytest.raises(InputError, match=r"row 4 has label 1, expected in 0 … 0"):
-        load_dataset(spec, num_classes=1)
+    assert load_dataset(spec).fingerprint() == whole
 
 
 @pytest.mark.parametrize("row", [r for r in FORMATS if "pyarrow" in r.needs or "PIL" in r.needs], ids=lambda r: r.id)
@@ -136,24 +96,8 @@ def test_a_missing_package_is_named(row, tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n == missing or n.startswith(f"{missing}.")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=r"needs (pyarrow|pillow): pip install 'equipoise\[data\]'"):
+    with pytest.raises(InputError, match=r"needs pillow or pyarrow: pip install 'equipoise\[data\]'"):
         load_dataset(spec).batch([0])
-
-
-def test_a_part_that_lacks_the_last_class_has_as_many_classes(tmp_path):
-    x = np.zeros((2, 4, 4), np.uint8)
-    np.savez(tmp_path / "a.npz", x_train=x, y_train=[0, 2], x_test=x, y_test=[0, 1])
-    assert load_dataset(tmp_path / "a.npz").num_classes == 3
-
-
-def test_the_real_archives(data_dir):
-    for name, shape, count in (("cifar10", (3, 32, 32), 5000), ("fashion_mnist", (1, 28, 28), 10_000)):
-        ds = load_dataset(data_dir / f"{name}.npz", split="test")
-        assert (ds.input_shape, len(ds), ds.num_classes) == (shape, count, 10)
-        assert np.bincount(ds.labels).tolist() == [count // 10] * 10
-        x, _ = ds.batch(range(64))
-        assert 0.0 <= float(x.min()) < 0.1
-        assert 0.9 < float(x.max()) <= 1.0
 
 
 # ---- files made to harm -------------------------------------------------------------------------------------------
@@ -187,9 +131,7 @@ CODE = {
     "record": lambda d, bomb: archive(
         d / "a.npz", x=npy((1,), [("a", "|O")], pickle.dumps(Payload(bomb))), y=npy((1,), body=b"\0")
     ),
-    "cifar": lambda d, bomb: (d / "data_batch_1").write_bytes(pickle.dumps(Payload(bomb))),
     "pkl": lambda d, bomb: (d / "a.pkl").write_bytes(pickle.dumps(Payload(bomb))),
-    "torch": lambda d, bomb: (d / "a.pt").write_bytes(pickle.dumps(Payload(bomb))),
 }
 
 
@@ -213,16 +155,14 @@ def test_no_code_in_a_file_runs(name, tmp_path):
 
 LABEL = npy((1,), body=b"\0")
 ARCHIVES = {
-    "larger-than-memory": ({"x": npy((10**6, 10**6, 10**6)), "y": LABEL}, "not a readable array"),
-    "product-overflows": ({"x": npy((2**32, 2**32, 2**32)), "y": LABEL}, "not a readable array"),
-    "negative": ({"x": npy((-1, 2, 2), body=bytes(4)), "y": LABEL}, "not a readable array"),
-    "two-negatives": ({"x": npy((-1, -4, 1), body=bytes(4)), "y": LABEL}, "not a readable array"),
-    "shorter-than-declared": ({"x": npy((1, 2, 2), body=b"\0"), "y": LABEL}, "not a readable array"),
-    "longer-than-declared": ({"x": npy((1, 2, 2), body=bytes(9)), "y": LABEL}, "longer than its header"),
-    "version": ({"x": npy((1, 2, 2), body=bytes(4), version=(9, 9)), "y": LABEL}, "not a readable array"),
+    "larger-than-memory": ({"x": npy((10**6, 10**6, 10**6)), "y": LABEL}, "cannot read a.npz as .npz"),
+    "product-overflows": ({"x": npy((2**32, 2**32, 2**32)), "y": LABEL}, "cannot read a.npz as .npz"),
+    "negative": ({"x": npy((-1, 2, 2), body=bytes(4)), "y": LABEL}, "cannot read a.npz as .npz"),
+    "shorter-than-declared": ({"x": npy((1, 2, 2), body=b"\0"), "y": LABEL}, "cannot read a.npz as .npz"),
+    "version": ({"x": npy((1, 2, 2), body=bytes(4), version=(9, 9)), "y": LABEL}, "cannot read a.npz as .npz"),
     "not-numbers": ({"x": npy((1, 2, 2), "<U1", bytes(16)), "y": LABEL}, "expected uint8"),
-    "empty-entry": ({"x": b"", "y": LABEL}, "not a readable array"),
-    "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "not a readable array"),
+    "empty-entry": ({"x": b"", "y": LABEL}, "expected uint8"),
+    "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "cannot read a.npz as .npz"),
     "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no labels"),
     "labels-of-another-part": ({"x_test": npy((1, 2, 2), body=bytes(4)), "y_train": LABEL}, "has no arrays"),
     "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "holds no data"),
@@ -246,7 +186,7 @@ def test_a_zip_bomb_is_capped_before_it_is_unpacked(tmp_path):
     assert len(load_dataset(path, max_bytes=len(content))) == 1
     # a directory that lies about the size: no more than that is unpacked
     path.write_bytes(path.read_bytes().replace(struct.pack("<I", len(content)), struct.pack("<I", 1000)))
-    with pytest.raises(InputError, match="not a readable array"):
+    with pytest.raises(InputError, match=r"cannot read a\.npz as \.npz"):
         load_dataset(path, max_bytes=10**7)
 
 
@@ -273,25 +213,25 @@ def picture(mode, size=(32, 32), kind="PNG", **options):
 
 PICTURES = {
     "bomb": (lambda: explosive_png(8000, 8000), "8000×8000 pixels"),
-    "larger-bomb": (lambda: explosive_png(12_000, 12_000), "pixels"),
     "largest-bomb": (lambda: explosive_png(60_000, 60_000), "pixels"),
-    "no-body": (lambda: explosive_png(32, 32), "cannot be decoded"),
-    "text": (lambda: b"hello", "cannot be decoded"),
-    "empty": (lambda: b"", "cannot be decoded"),
-    "truncated": (lambda: png(X[0])[:-200], "cannot be decoded"),
-    "truncated-jpeg": (lambda: png(X[0], "JPEG")[:-200], "cannot be decoded"),
+    "no-body": (lambda: explosive_png(32, 32), "as PNG, JPEG"),
+    "text": (lambda: b"hello", "as PNG, JPEG"),
+    "empty": (lambda: b"", "as PNG, JPEG"),
+    "truncated": (lambda: png(X[0])[:-200], "as PNG, JPEG"),
+    "truncated-jpeg": (lambda: png(X[0], "JPEG")[:-200], "as PNG, JPEG"),
     "other-size": (lambda: png(X[0, :30]), None),
     "transparent": (lambda: picture("RGBA"), "without alpha"),
     "sixteen-bit": (lambda: picture("I;16"), "8-bit gray"),
-    "gif": (lambda: picture("P", kind="GIF"), "cannot be decoded"),
-    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
+    "gif": (lambda: picture("P", kind="GIF"), "as PNG, JPEG"),
+    "color-among-gray": (lambda: png(X[0]), "is in color"),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "as PNG, JPEG"),
 }
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_harmful_pictures_are_named_and_not_decoded(name, tmp_path):
     pytest.importorskip("PIL")
-    write_folder(tmp_path, X, Y)
+    write_folder(tmp_path, X[..., :1] if name == "color-among-gray" else X, Y)
     make, message = PICTURES[name]
     (tmp_path / "test" / "bird" / "evil.png").write_bytes(make())
     with warnings.catch_warnings():
@@ -300,27 +240,6 @@ def test_harmful_pictures_are_named_and_not_decoded(name, tmp_path):
         named = rf"evil\.png .*{message}" if message else r"row \d+ is uint8 of shape \(3, 30, 32\).*size="
         with pytest.raises(InputError, match=named):
             ds.batch(range(len(ds)))
-
-
-def test_kinds_of_pictures_that_fit_are_converted(tmp_path):
-    pytest.importorskip("PIL")
-    write_folder(tmp_path, X, Y)
-    place = tmp_path / "test" / "aeroplane"
-    (place / "zz1.png").write_bytes(picture("L", color=51))
-    (place / "zz2.png").write_bytes(picture("P", color=0))
-    gray, palette = load_dataset(tmp_path).batch([4, 5])[0]
-    assert gray.shape == (3, 32, 32)
-    assert bool((gray == 51 / 255).all())
-    assert bool((palette == 0).all())
-
-
-def test_color_among_gray_is_refused(tmp_path):
-    pytest.importorskip("PIL")
-    write_folder(tmp_path, X[..., :1], Y)
-    (tmp_path / "test" / "cat" / "zz.png").write_bytes(png(X[0]))
-    ds = load_dataset(tmp_path)
-    with pytest.raises(InputError, match=r"zz\.png is in color"):
-        ds.batch([len(ds) - 1])
 
 
 def test_size_resizes_and_crops_in_the_middle(tmp_path):
@@ -337,6 +256,8 @@ def test_size_resizes_and_crops_in_the_middle(tmp_path):
     assert bool((x[..., :2] == 0).all())
     assert bool((x[..., -2:] == 1).all())
     assert load_dataset(tmp_path, size=(4, 6)).input_shape == (3, 4, 6)
+    (tmp_path / "a" / "1.png").write_bytes(picture("L", color=51))  # gray among color
+    assert bool((load_dataset(tmp_path, size=8).batch([1])[0] == 51 / 255).all())
     for size in (0, -3, 10**6, (1, 2, 3), 2.5):
         with pytest.raises(InputError, match="size must be"):
             load_dataset(tmp_path, size=size)
@@ -370,35 +291,6 @@ def test_what_never_ends_is_not_read(name, kind, tmp_path):
         load_dataset(tmp_path)
 
 
-def test_labels_beyond_64_bits_are_refused(tmp_path):
-    """The largest uint64 is −1 as int64."""
-    y = np.array([0, 2**64 - 1], dtype=np.uint64)
-    np.savez(tmp_path / "a.npz", x=np.zeros((2, 4), np.float32), y=y)
-    with pytest.raises(InputError, match="row 1 has label 18446744073709551615"):
-        load_dataset(tmp_path / "a.npz")
-
-    class Map:
-        targets = y
-
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, i):
-            return np.zeros(4, np.float32), y[i]
-
-    with pytest.raises(InputError, match="row 1 has label"):
-        as_dataset(Map(), "map")
-
-
-@pytest.mark.parametrize(
-    "spec", ["sys:exit", "os:abort.__class__", "os:_exit", "math:pi", "builtins:print", "nowhere:x"]
-)
-def test_a_factory_that_is_none_is_one_sentence(spec):
-    with pytest.raises(InputError) as caught:
-        load_dataset(spec)
-    assert "\n" not in str(caught.value)
-
-
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -426,19 +318,14 @@ def test_missing_left_over_and_differing_shards_are_noticed(tmp_path):
     rows = table(X, Y)
     first, second = (tmp_path / f"test-0000{i}-of-00002.parquet" for i in (0, 1))
     write_table(first, rows)
-    with pytest.raises(InputError, match="is one of 2 files, but there are 1"):
+    with pytest.raises(InputError, match="2 files belong together, there are 1"):
         load_dataset(tmp_path)
     assert len(load_dataset(first)) == N
     write_table(second, rows.rename_columns(["y", "pixels", "label"]))
-    with pytest.raises(InputError, match="other columns or classes"):
-        load_dataset(tmp_path)
-    write_table(second, rows.replace_schema_metadata())
-    with pytest.raises(InputError, match="other columns or classes"):
+    with pytest.raises(InputError, match="as one table"):
         load_dataset(tmp_path)
     write_table(second, rows)
-    write_table(tmp_path / "test-00000-of-00001.parquet", rows)
-    with pytest.raises(InputError, match="but there are 3"):
-        load_dataset(tmp_path)
+    assert len(load_dataset(tmp_path)) == 2 * N
 
 
 def _tables():
@@ -457,31 +344,28 @@ def _tables():
         ),
         "null-label": ({"image": image, "label": [0, None, 2]}, "int64 with 1 gaps, expected integer labels"),
         "text-label": ({"image": image, "label": ["a", "b", "c"]}, "expected integer labels"),
-        "float-label": ({"image": image, "label": [0.0, 1.0, 2.0]}, "expected integer labels"),
         "minus-one": ({"image": image, "label": [0, 1, -1]}, "row 2 has label -1"),
         "no-label": ({"image": image, "other": [0, 1, 2]}, "has no labels"),
-        "text-image": ({"image": ["a", "b", "c"], "label": [0, 1, 2]}, "holds object"),
         "ragged": (
             {"x": pa.array([[1.0], [2.0], [3.0, 4.0]], two), "y": [0, 1, 2]},
             "lists of numbers of equal length",
         ),
         "gap": ({"x": pa.array([[1.0], [2.0], [None]], two), "y": [0, 1, 2]}, "row 2 holds NaN"),
         "null-list": ({"x": pa.array([[1.0], None, [2.0]], two), "y": [0, 1, 2]}, "without gaps"),
-        "nan": ({"x": pa.array([[1.0], [float("nan")], [2.0]], two), "y": [0, 1, 2]}, "row 1 holds NaN"),
         "integers": ({"x": pa.array([[1], [2], [3]]), "y": [0, 1, 2]}, "expected uint8"),
+        "no-bytes": ({"image": [{"bytes": 7, "path": "x"}] * 3, "label": [0, 1, 2]}, "expected embedded pictures"),
+        "one-name": (
+            pa.table([pa.array([[1.0], [2.0]])] * 2 + [pa.array([0, 1])], names=["x", "x", "y"]),
+            "columns x, x, y",
+        ),
         "empty": ({"x": pa.array([], two), "y": pa.array([], pa.int64())}, "holds no data"),
     }
 
 
-TABLES = ["path-only", "null-struct", "null-label", "text-label", "float-label", "minus-one", "no-label", "text-image",
-          "ragged", "gap", "null-list", "nan", "integers", "empty"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_that_make_no_sense(name, tmp_path):
-    columns, message = _tables()[name]
-    with pytest.raises(InputError, match=message):
-        load_dataset(write_table(tmp_path / "a.parquet", columns)).batch([0, 1, 2])
+def test_tables_that_make_no_sense(tmp_path):
+    for columns, message in _tables().values():
+        with pytest.raises(InputError, match=message):
+            load_dataset(write_table(tmp_path / "a.parquet", columns)).batch([0, 1, 2])
 
 
 def test_limits_and_columns_of_tables(tmp_path):
@@ -489,30 +373,7 @@ def test_limits_and_columns_of_tables(tmp_path):
     with pytest.raises(InputError, match=r"declares .* the limit is 100"):
         load_dataset(path, max_bytes=100)
     assert set(load_dataset(path, columns=("image", "y")).labels) == {7}
+    assert not load_dataset(path, columns=("image", ""), labelled=False).labelled
     for columns in (("image", "missing"), ("missing", "y")):
         with pytest.raises(InputError, match="name two of them"):
             load_dataset(path, columns=columns)
-
-
-@pytest.mark.parametrize("cell", ["text", 7, [1, 2]])
-def test_a_struct_whose_bytes_are_none_is_refused(cell, tmp_path):
-    path = write_table(tmp_path / "a.parquet", {"image": [{"bytes": cell, "path": "x"}] * 2, "label": [0, 1]})
-    with pytest.raises(InputError, match="expected embedded pictures"):
-        load_dataset(path)
-
-
-def test_tables_without_labels(tmp_path):
-    numbers = [[0.1 * i] * 4 for i in range(3)]
-    path = write_table(tmp_path / "a.parquet", {"x": numbers, "y": [5, 6, 7]})
-    assert not load_dataset(path, columns=("x", ""), labelled=False).labelled
-    path = write_table(tmp_path / "a.parquet", {"x": numbers, "note": ["a", "b", "c"]})
-    assert load_dataset(path, labelled=False).labels.tolist() == [-1, -1, -1]
-    with pytest.raises(InputError, match="has no labels"):
-        load_dataset(path)
-
-
-def test_two_columns_of_one_name_are_refused(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    rows = pa.table([pa.array([[1.0], [2.0]])] * 2 + [pa.array([0, 1])], names=["x", "x", "y"])
-    with pytest.raises(InputError, match="columns x, x, y"):
-        load_dataset(write_table(tmp_path / "a.parquet", rows))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.core.files import read_json
 from equipoise.norms import spectral_norm
 from equipoise.runs import open_run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import L2Attention
 from equipoise.norms import spectral_norm

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from equipoise.checkpoints import load_weights
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.models import MODELS, build
 
 SMALL = {

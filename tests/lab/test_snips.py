@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.train import read_recipe, run_recipe
 from equipoise_lab.text import IntentSlots, load_snips, spans
 
@@ -82,6 +82,7 @@ def test_damaged_files_are_named(sentences, file, content, said):
         load_snips(sentences, "test")
 
 
+@pytest.mark.medium
 @pytest.mark.text
 @pytest.mark.parametrize("variant", [[], ["regularizers=[]", "optimizer.kind=sam", "model.arguments.dropout=0.1"]])
 def test_the_text_recipe_trains(sentences, monkeypatch, variant):

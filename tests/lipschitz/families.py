@@ -68,32 +68,16 @@ torch.manual_seed(0)
 BOUNDED = {
     "dense networks": (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), (4,), None),
     "convolutional networks": (
-        nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(48, 3)),
-        IMAGE,
-        None,
-    ),
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(48, 3)), IMAGE, None),
     "residual networks": (
-        Op(_residual, a=nn.Conv2d(2, 2, 3, padding=1), n=nn.BatchNorm2d(2), b=nn.Conv2d(2, 2, 3, padding=1)),
-        IMAGE,
-        None,
-    ),
-    "autoencoders": (
-        nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.ELU(), nn.ConvTranspose2d(3, 2, 4, 2, 1)),
-        IMAGE,
-        None,
-    ),
+        Op(_residual, a=nn.Conv2d(2, 2, 3, padding=1), n=nn.BatchNorm2d(2), b=nn.Conv2d(2, 2, 3, padding=1)), IMAGE, None),
+    "autoencoders": (nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.ELU(), nn.ConvTranspose2d(3, 2, 4, 2, 1)), IMAGE, None),
     "U-Nets": (Op(_u_net, a=nn.Conv2d(2, 2, 3, padding=1), b=nn.Conv2d(4, 1, 3, padding=1)), IMAGE, None),
     "1-Lipschitz layers": (nn.Sequential(own.AOLLinear(4, 4), own.GroupSort(2), own.BjorckLinear(4, 3)), (4,), None),
     "activations written out": (
-        nn.Sequential(nn.Linear(4, 5), Op(lambda m, x: x * torch.sigmoid(x)), nn.Linear(5, 3)),
-        (4,),
-        None,
-    ),
+        nn.Sequential(nn.Linear(4, 5), Op(lambda m, x: x * torch.sigmoid(x)), nn.Linear(5, 3)), (4,), None),
     "MaxMin written by hand": (
-        Op(lambda m, x: torch.cat([torch.max(*x.chunk(2, 1)), torch.min(*x.chunk(2, 1))], 1)),
-        (6,),
-        None,
-    ),
+        Op(lambda m, x: torch.cat([torch.max(*x.chunk(2, 1)), torch.min(*x.chunk(2, 1))], 1)), (6,), None),
     "sets and point clouds": (Op(lambda m, x: F.relu(m["a"](x)).amax(1), a=nn.Linear(3, 4)), (5, 3), None),
     "graph convolutions": (Op(lambda m, x: F.relu(ADJACENCY @ m["a"](x)), a=nn.Linear(4, 4)), (3, 4), None),
     "RNNs": (Op(lambda m, x: m["r"](x)[0], r=nn.RNN(2, 3, batch_first=True)), (3, 2), None),
@@ -101,24 +85,18 @@ BOUNDED = {
     "GRUs": (Op(lambda m, x: m["r"](x)[0], r=nn.GRU(2, 2, batch_first=True)), (2, 2), None),
     "Fourier operators": (Op(_operator), (6,), None),
     "attention after a layer norm": (
-        Op(_attention(lambda x: F.layer_norm(x, (4,), eps=1e-2)), **_attends()),
-        (3, 4),
-        None,
-    ),
+        Op(_attention(lambda x: F.layer_norm(x, (4,), eps=1e-2)), **_attends()), (3, 4), None),
     "attention after an RMS norm": (Op(_attention(_rms), **_attends()), (3, 4), None),
     "attention on raw inputs": (Op(_attention(lambda x: x), **_attends()), (3, 4), 1.0),
     "L2 attention": (own.L2Attention(4, 2, 3), (3, 4), None),
     "attention from a convex potential": (own.ConvexAttention(4, heads=2), (3, 4), None),
     "normalized embeddings": (Op(lambda m, x: F.normalize(m["a"](x), eps=0.1), a=nn.Linear(4, 4)), (4,), None),
     "squeeze and excitation": (
-        Op(lambda m, x: x * torch.sigmoid(m["a"](x.mean((2, 3))))[..., None, None], a=nn.Linear(2, 2)),
-        IMAGE,
-        1.0,
-    ),
+        Op(lambda m, x: x * torch.sigmoid(m["a"](x.mean((2, 3))))[..., None, None], a=nn.Linear(2, 2)), IMAGE, 1.0),
     "gated units": (Op(lambda m, x: F.glu(m["a"](x), -1), a=nn.Linear(4, 6)), (4,), 1.0),
     "mixtures of experts, soft": (Op(_mixture, g=nn.Linear(4, 2), a=nn.Linear(4, 3), b=nn.Linear(4, 3)), (4,), 1.0),
     "coupling flows": (Op(_coupling, s=nn.Linear(2, 2)), (4,), 1.0),
-}
+}  # fmt: skip
 # family: (network, example, words of the refusal)
 REFUSED = {
     "tokens": (nn.Embedding(5, 3), torch.zeros(1, 4, dtype=torch.int64), "real-valued"),

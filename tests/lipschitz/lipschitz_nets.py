@@ -145,13 +145,6 @@ class Op(nn.Module):
         return self.function(x)
 
 
-class TenTimes(nn.Linear):
-    """A subclass of Linear with another forward."""
-
-    def forward(self, x):
-        return 10 * super().forward(x)
-
-
 class Twice(nn.Module):
     """One module called twice, and a tuple as output."""
 
@@ -196,7 +189,6 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...], float | None]]:
         "reflect": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU(), head(4)), image, None),
         "bottleneck linear": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), head(4)), image, None),
         "hook": (hooked(), (6,), None),
-        "other forward": (nn.Sequential(TenTimes(6, 6), nn.ReLU(), nn.Linear(6, 2)), (6,), None),
         "parametrised": (nn.Sequential(spectral(nn.Linear(6, 8)), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))), (6,), None),
         "shared, tuple": (Twice(), (6,), None),
         "autoencoder": (nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Sigmoid()), image, None),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import types
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,8 +22,9 @@ def negative(x):
 class Potential(nn.Module):
     """x − t·W act(Wᵀx + b), t = 2/‖W‖²: 1-Lipschitz for slopes in [0, 1] only."""
 
-    def __init__(self, act=torch.relu, drift=0.0, sign=-1.0):
+    def __init__(self, act=torch.relu, drift=0.0, sign=-1.0, join=torch.add):
         super().__init__()
+        self.join = join
         torch.manual_seed(0)
         W = torch.randn(WIDTH, 9)
         t = 2 / torch.linalg.matrix_norm(W.double(), 2).float() ** 2
@@ -35,7 +33,7 @@ class Potential(nn.Module):
         self.act = act
 
     def forward(self, x):
-        return x + F.linear(self.act(F.linear(x, self.W.mT, self.b)), self.V)
+        return self.join(x, F.linear(self.act(F.linear(x, self.W.mT, self.b)), self.V))
 
 
 class ConvPotential(nn.Module):
@@ -55,24 +53,6 @@ class ConvPotential(nn.Module):
         return x - F.conv_transpose2d(z, self.K, None, self.stride, 1, self.stride - 1, self.groups)
 
 
-class Minus(Potential):
-    """Other spellings of the same sum."""
-
-    def __init__(self, spelling, act=torch.relu):
-        super().__init__(act)
-        self.spelling = spelling
-
-    def forward(self, x):
-        y = F.linear(self.act(F.linear(x, self.W.mT, self.b)), self.V)
-        return {
-            "sub": lambda: x - (-y),
-            "sub alpha": lambda: torch.sub(x, y, alpha=-1),
-            "add alpha": lambda: torch.add(y, x, alpha=-1),
-            "rsub": lambda: torch.rsub(y, x),
-            "wrong sign": lambda: torch.sub(x, y, alpha=1),
-        }[self.spelling]()
-
-
 # name: (module, shape, whether the pattern must give 1 up to the tolerance)
 PATTERNS = {
     "relu": (Potential(), (WIDTH,), True),
@@ -86,11 +66,11 @@ PATTERNS = {
     "mismatch": (Potential(drift=0.3), (WIDTH,), False),
     "slight mismatch": (Potential(drift=1e-6), (WIDTH,), True),
     "plus": (Potential(sign=1.0), (WIDTH,), False),
-    "sub": (Minus("sub"), (WIDTH,), True),
-    "sub alpha": (Minus("sub alpha"), (WIDTH,), True),
-    "add alpha": (Minus("add alpha"), (WIDTH,), False),
-    "rsub": (Minus("rsub"), (WIDTH,), False),
-    "wrong sign": (Minus("wrong sign"), (WIDTH,), False),
+    "sub": (Potential(join=lambda x, y: x - (-y)), (WIDTH,), True),
+    "sub alpha": (Potential(join=lambda x, y: torch.sub(x, y, alpha=-1)), (WIDTH,), True),
+    "add alpha": (Potential(join=lambda x, y: torch.add(y, x, alpha=-1)), (WIDTH,), False),
+    "rsub": (Potential(join=lambda x, y: torch.rsub(y, x)), (WIDTH,), False),
+    "wrong sign": (Potential(join=torch.sub), (WIDTH,), False),
     "convolution": (ConvPotential(), (4, 6, 6), True),
     "convolution flipped": (ConvPotential(flipped=True), (4, 6, 6), True),
     "convolution strided": (ConvPotential(stride=2), (4, 6, 6), True),
@@ -99,6 +79,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_residual_pattern_holds_under_attack(name):
     module, shape, one = PATTERNS[name]
@@ -109,11 +90,8 @@ def test_the_residual_pattern_holds_under_attack(name):
     assert (report.upper < 1.01) == one
     local = local_lipschitz(module, torch.randn(1, *shape), 0.1, steps=3)
     assert float(local.upper) <= report.upper * (1 + 1e-6)
-
-
-def test_the_pattern_works_on_a_saved_program():
-    program = torch.export.export(Potential().eval(), (torch.zeros(1, WIDTH),), strict=False)
-    assert lipschitz_bound(program).upper < 1.01
+    program = torch.export.export(module, (torch.zeros(1, *shape),), strict=False)
+    assert lipschitz_bound(program).upper == pytest.approx(report.upper)
 
 
 class Claims(Potential):
@@ -179,34 +157,25 @@ class CallsTwoInputs(nn.Module):
         return self.block(x, x.relu())
 
 
-def _ten_times(self, x):
-    return 10 * type(self).forward(self, x)
+def _ten_times(module, args, output):
+    return 10 * output
 
 
-def changed(block, change):
-    change(block)
+def _hooked(block, part):
+    part(block).register_forward_hook(_ten_times)
     return block
 
 
 #: blocks of which the method no longer speaks the truth
 TAMPERED = {
-    "hook": lambda: changed(Claims(), lambda b: b.register_forward_hook(lambda module, args, output: 10 * output)),
-    "pre-hook": lambda: changed(Claims(), lambda b: b.register_forward_pre_hook(lambda module, args: (10 * args[0],))),
-    "hook of a child": lambda: changed(
-        Wraps(), lambda b: b.inner.register_forward_hook(lambda module, args, output: 10 * output)
-    ),
-    "patch": lambda: changed(Claims(), lambda b: setattr(b, "forward", types.MethodType(_ten_times, b))),
-    "patch of a child": lambda: changed(
-        Wraps(), lambda b: setattr(b.inner, "forward", types.MethodType(_ten_times, b.inner))
-    ),
-    "lie": lambda: changed(
-        Claims(), lambda b: setattr(b, "lipschitz_upper", lambda input_shape: Bound(1e-3, Kind.UPPER))
-    ),
+    "hook": lambda: _hooked(Claims(), lambda block: block),
+    "hook of a child": lambda: _hooked(Wraps(), lambda block: block.inner),
     "another forward": Ten,
     "two inputs": CallsTwoInputs,
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_blocks_get_the_bound_of_their_operations(name):
     net = nn.Sequential(TAMPERED[name](), nn.ReLU()).eval()
@@ -226,17 +195,6 @@ def test_a_subclass_that_changes_a_part_of_the_forward_is_not_believed():
     assert lipschitz_bound(SteepFarAway(WIDTH).eval(), torch.zeros(1, WIDTH)).upper >= 100
 
 
-def test_global_hooks_are_not_believed():
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: 10 * output if isinstance(module, Claims) else None
-    )
-    try:
-        report = lipschitz_bound(nn.Sequential(Claims()).eval(), torch.zeros(1, WIDTH))
-    finally:
-        handle.remove()
-    assert report.upper >= 9.9
-
-
 def test_a_block_is_one_row_with_its_own_bound():
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Claims(), nn.ReLU(), Claims()).eval()
     report = lipschitz_bound(net, torch.zeros(1, WIDTH))
@@ -250,19 +208,6 @@ def test_a_block_called_twice_counts_twice():
     report = lipschitz_bound(net, torch.zeros(1, WIDTH))
     assert report.product == pytest.approx(float(net.block.lipschitz_upper((WIDTH,))) ** 2)
     assert attack(net, (WIDTH,)) <= report.upper * (1 + 1e-7)
-
-
-def test_the_smaller_of_both_bounds_counts():
-    class Loose(Wraps):
-        def forward(self, x):
-            return super().forward(x)
-
-        def lipschitz_upper(self, input_shape):
-            return Bound(1e6, Kind.UPPER, "loose")
-
-    report = lipschitz_bound(Loose().eval(), torch.zeros(1, WIDTH))
-    assert report.product < 100
-    assert all(row.method != "loose" for row in report.layers)
 
 
 def test_operations_without_a_rule_may_hide_in_a_block():
@@ -282,15 +227,20 @@ def test_operations_without_a_rule_may_hide_in_a_block():
         lipschitz_bound(net, torch.zeros(1, WIDTH))
 
 
-def test_a_block_that_refuses_gets_the_bound_of_its_operations():
-    block = Claims()
-    type_of = type("Shy", (Claims,), {"forward": Claims.forward, "lipschitz_upper": _refuses})
-    block.__class__ = type_of
-    assert lipschitz_bound(block.eval(), torch.zeros(1, WIDTH)).product > 2.9
-
-
 def _refuses(self, input_shape):
     raise Refused("not today")
+
+
+def _claiming(method):
+    return type("Another", (Claims,), {"forward": Claims.forward, "lipschitz_upper": method})().eval()
+
+
+def test_a_loose_claim_or_none_leaves_the_bound_of_the_operations():
+    plain = lipschitz_bound(Potential().eval(), torch.zeros(1, WIDTH)).upper
+    for method in (_refuses, lambda self, shape: Bound(1e6, Kind.UPPER, "loose")):
+        report = lipschitz_bound(_claiming(method), torch.zeros(1, WIDTH))
+        assert report.upper == pytest.approx(plain)
+        assert all(row.method != "loose" for row in report.layers)
 
 
 @pytest.mark.parametrize(
@@ -303,20 +253,5 @@ def _refuses(self, input_shape):
     ],
 )
 def test_false_claims_are_refused(bound, error, words):
-    class False_(Potential):
-        def forward(self, x):
-            return super().forward(x)
-
-        def lipschitz_upper(self, input_shape):
-            return bound
-
     with pytest.raises(error, match=words):
-        lipschitz_bound(nn.Sequential(False_()).eval(), torch.zeros(1, WIDTH))
-
-
-def test_the_method_reads_the_weights_of_now():
-    block = Wraps().eval()
-    first = lipschitz_bound(block, torch.zeros(1, WIDTH)).upper
-    other = copy.deepcopy(block)
-    other.inner.weight.data.mul_(3)
-    assert lipschitz_bound(other, torch.zeros(1, WIDTH)).upper == pytest.approx(3 * first)
+        lipschitz_bound(_claiming(lambda self, shape: bound), torch.zeros(1, WIDTH))

@@ -26,6 +26,7 @@ def test_the_tables_hold_these_families():
     assert list(rows(2)) == list(REFUSED)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", BOUNDED)
 def test_a_family_has_the_bounds_the_table_says(family):
     network, shape, ball = BOUNDED[family]

@@ -16,6 +16,7 @@ from equipoise.core import EquipoiseError, InputError
 DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "file", "count"), [("cifar10", "cifar10.npz", 60)])
 def test_the_packaged_figures_come_out_of_the_plain_call(name, file, count):
     if not (DATA / file).exists():
@@ -82,6 +83,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_is_left_out_is_said(name):
     make, keywords, text = LEFT_OUT[name]

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from lipschitz_nets import Op
 from torch import nn
 
-from equipoise.core import InputError, Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import InputError, Refused, full_precision
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.lipschitz.capture import capture
-from equipoise.runs.sources import hash_module
 
 
 def _branch(x):
@@ -92,7 +89,7 @@ def test_a_buffer_written_through_a_view_is_refused():
 
 def test_captured_under_any_precision():
     with full_precision():
-        assert capture(nn.Linear(4, 2), torch.zeros(1, 4)).nodes
+        assert lipschitz_bound(nn.Linear(4, 2), torch.zeros(1, 4)).upper > 0
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -119,12 +116,6 @@ def test_training_mode_is_refused(module):
         lipschitz_bound(nn.Sequential(nn.Linear(4, 4), module.train()), torch.zeros(2, 4))
 
 
-def test_a_batch_norm_without_running_statistics_is_refused():
-    norm = nn.BatchNorm1d(4, track_running_stats=False).eval()
-    with pytest.raises((Refused, InputError)):
-        lipschitz_bound(norm, torch.zeros(2, 4))
-
-
 def test_torchscript_is_refused_and_inference_mode_is_not():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.zeros(1, 3)
     with pytest.raises(Refused, match="cannot be captured"):
@@ -135,19 +126,12 @@ def test_torchscript_is_refused_and_inference_mode_is_not():
         assert lipschitz_bound(made, x).upper == lipschitz_bound(net, x).upper
 
 
-@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_sparse_weights_are_refused_and_told_apart_by_their_digest(sparse):
-    class Net(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.weight = nn.Parameter(sparse(factor * torch.eye(3)))
-
-        def forward(self, x):
-            return torch.sparse.mm(self.weight, x.mT).mT
-
+def test_sparse_weights_are_refused():
+    weight = nn.Parameter(torch.eye(3).to_sparse())
+    model = Op(lambda x: torch.sparse.mm(weight, x.mT).mT)
+    model.weight = weight
     with pytest.raises(Refused, match=r"sparse.*to_dense"):
-        lipschitz_bound(Net(1.0).eval(), torch.zeros(1, 3))
-    assert hash_module(Net(1.0)) == hash_module(Net(1.0)) != hash_module(Net(2.0))
+        lipschitz_bound(model.eval(), torch.zeros(1, 3))
 
 
 def test_a_branch_on_the_data_is_refused_in_one_sentence_and_nothing_is_printed_beside_it(capfd):

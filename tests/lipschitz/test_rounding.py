@@ -84,23 +84,6 @@ def test_evaluations_stay_within_the_bound(name):
     assert (forward_error(net.float(), x).deployed <= found.deployed).all()
 
 
-def test_composed_layers_carry_errors_by_their_own_norm():
-    """Convolution and batch norm with norms far above that of their composition: the bound follows the composition."""
-    torch.manual_seed(0)
-    layers = []
-    for _ in range(8):
-        conv, norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        scale = torch.tensor([1e3, 1.0, 1.0, 1.0])
-        conv.weight.data.mul_(scale[:, None, None, None])
-        norm.weight.data = torch.tensor([1e-3, 1.0, 1.0, 1.0])
-        layers += [conv, norm, nn.ReLU()]
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 36, 3)).eval().requires_grad_(False)
-    x = torch.randn(2, 4, 6, 6)
-    found = forward_error(net, x)
-    assert ((net.double()(x.double()) - found.values).abs() <= found.error).all()
-    assert (found.error < 1e-8).all()
-
-
 def exactly(net: nn.Sequential, x: torch.Tensor) -> list[Fraction]:
     """A network of dense layers and ReLUs in rational arithmetic."""
     v = [Fraction(float(t)) for t in x]
@@ -199,10 +182,5 @@ def test_what_is_not_known_is_refused_or_said():
         eq.certified_radius(norm, torch.randn(2, 4), effort="fast", deployed="float32")
     with pytest.raises(InputError, match="radius"):
         forward_error(nn.Linear(4, 2), torch.randn(1, 4), radius=-1.0)
-
-
-def test_overflow_is_infinitely_far():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
-    net[0].weight.fill_(1e30)
-    net[1].weight.fill_(1e10)
-    assert forward_error(net, torch.ones(1, 2)).deployed.isinf().all()
+    norm[0].weight.data.fill_(1e38)
+    assert forward_error(nn.Sequential(norm[0], norm[2]), torch.ones(1, 4)).deployed.isinf().all()

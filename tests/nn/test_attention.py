@@ -10,6 +10,8 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import ConvexAttention, L2Attention
 from equipoise.nn.attention import attention_gain
 
+pytestmark = pytest.mark.medium
+
 
 def mixed(Q, causal):
     scores = -(Q[:, None] - Q[None]).square().sum(-1)

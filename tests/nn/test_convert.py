@@ -68,6 +68,7 @@ def make(name):
     return net
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NETS)
 def test_the_bound_of_the_result_is_the_constant(name):
     net = make(name)
@@ -83,6 +84,7 @@ def test_the_bound_of_the_result_is_the_constant(name):
     assert "Lipschitz constant 2.5" in str(found.conversion)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("method", ["sr", "aol", "sn", "rko", "bjorck", "bcop", "cayley", "soc"])
 def test_methods(method):
     torch.manual_seed(0)
@@ -94,6 +96,7 @@ def test_methods(method):
     assert worst_ratio(found.eval(), (1, 6, 6), torch.float32, pairs=20) <= 1 + 1e-4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["dense", "cnn"])
 def test_lipschitz_bound_of_the_live_network_agrees(name):
     """Not only of the stored weights that were measured: the network that computes its weights."""

@@ -16,6 +16,8 @@ import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core import InputError, Refused
 
+pytestmark = pytest.mark.medium
+
 #: every layer, and the convolutions whose weights depend on the image size
 ROWS = [(case.name, kind) for case in CASES for kind in case.kinds if kind in ("linear", "conv2d")]
 ROWS += [(name, "conv2d") for name in ("cayley", "bro")] + [

@@ -68,6 +68,7 @@ def make(name):
     return net.eval(), x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", {**NETS, **SPECTRAL})
 def test_outputs_are_equal_and_nothing_is_recomputed(name):
     net, x = make(name)
@@ -86,6 +87,7 @@ def test_outputs_are_equal_and_nothing_is_recomputed(name):
     assert plain.certificate.to_dict()["norm"] == "l2"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NETS)
 def test_torch_export_round_trip(name):
     net, x = make(name)

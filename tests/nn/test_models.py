@@ -17,6 +17,8 @@ from equipoise.nn import known_constant
 from equipoise.nn.losses import offset_cross_entropy
 from equipoise.nn.models import LIPSCHITZ, MODELS, PLAIN, build, factory, input_shape
 
+pytestmark = pytest.mark.medium
+
 GREY = {"in_channels": 1, "input_size": 8}
 #: small arguments for every builder: (name → arguments)
 SMALL = {

@@ -38,6 +38,7 @@ def jacobian(layer: nn.Module, shape: tuple[int, int, int]) -> Tensor:
         return layer(x).flatten(1).T
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("cls", PLAIN, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(("k", "s", "d", "p", "extra"), SETTINGS)
 def test_no_singular_value_exceeds_one_or_the_bound(cls, k, s, d, p, extra):

@@ -18,6 +18,8 @@ from equipoise.nn import known_constant
 from equipoise.nn.orthogonal.frame import FramedConv2d
 from equipoise.norms import operator_matrix, spectral_norm
 
+pytestmark = pytest.mark.medium
+
 LIMIT = 1 + 1e-5
 
 

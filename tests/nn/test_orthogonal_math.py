@@ -41,6 +41,7 @@ def test_orthonormal_is_the_polar_factor(m: int, n: int, seed: int) -> None:
         torch.testing.assert_close(orthonormal(W), U @ Vh, rtol=0, atol=1e-8)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("nearly", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4, 4), (1, 1), (130, 140)])
 def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(

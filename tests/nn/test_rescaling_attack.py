@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from equipoise.norms import reference_norm, spectral_norm
 
+pytestmark = pytest.mark.medium
+
 TOLERANCE = 1e-5
 STEPS, FEW_STEPS = 200, 25
 

@@ -190,6 +190,7 @@ def test_bound_is_measured_on_the_weights_used():
     assert jacobian_norm(block, x[0]) <= bound
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["CPLLinear", "SLLLinear"])
 def test_network_bound_uses_the_block(name):
     model = nn.Sequential(*[getattr(eqn, name)(6, hidden=9) for _ in range(3)]).eval()
@@ -216,5 +217,6 @@ def depth_run(depth: int, steps: int) -> float:
         return float((model(x).argmax(1) == y).float().mean())
 
 
+@pytest.mark.medium
 def test_twenty_blocks_train_without_normalisation():
     assert depth_run(20, 40) > 0.8

@@ -15,6 +15,8 @@ from equipoise.norms.search import Search, grid_cells
 from equipoise.norms.symbol import Symbol
 from equipoise_lab.peers import PEERS
 
+pytestmark = pytest.mark.medium
+
 
 def symbol(K: Tensor, omega: Tensor) -> Tensor:
     """`E(ω)` by its definition: slow, obviously right."""

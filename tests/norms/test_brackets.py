@@ -16,6 +16,8 @@ from equipoise.maps import convolution as make_convolution
 from equipoise.norms import convolution, gram_norm_plain, reference_norm
 from equipoise.norms.convolution import materialise
 
+pytestmark = pytest.mark.medium
+
 
 def holds(bracket: Bracket, truth: float | Tensor) -> bool:
     """Whether the truth lies inside, up to the rounding of the reference's own SVD."""

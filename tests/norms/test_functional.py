@@ -10,6 +10,7 @@ from equipoise import InputError, Refused, functional, spectral_norm
 from equipoise.norms import gram_norm_plain
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("shape", [(3, 3), (5, 2), (2, 5), (2, 4, 3), (1, 1), (1, 4)])
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
@@ -47,6 +48,7 @@ def test_conv_norm_survives_extreme_scales(scale: float) -> None:
     assert float(functional.conv_norm(K * scale)) / scale == pytest.approx(float(functional.conv_norm(K)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("size", [6, None])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("padding", ["zeros", "circular", "reflect", "replicate"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from torch import nn
 
 from equipoise import spectral_norm
 from equipoise.norms import reference_norm
+
+pytestmark = pytest.mark.medium
 
 sizes = st.integers(1, 9)
 seeds = st.integers(0, 2**31)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +149,6 @@ CASES |= {
     "Gather one": one("Gather", IMAGE, np.array(1, dtype=np.int64), axis=1),
     "GatherElements": one("GatherElements", (3, 4), np.array([[0, -1, 2], [1, 1, 1], [3, 0, 2]], dtype=np.int64), axis=1),
     "GatherND": one("GatherND", (3, 4), np.array([[0, 1], [-1, 2]], dtype=np.int64)),
-    "ScatterND": one("ScatterND", (3, 4), np.array([[0], [2]], dtype=np.int64), numbers(2, 4)),
     "Trilu": one("Trilu", (2, 4, 4), np.array(1, dtype=np.int64), upper=1),
     "RNN": one("RNN", (3, 2, 4), numbers(1, 5, 4), numbers(1, 5, 5), numbers(1, 10), hidden_size=5, outputs=2),
     "GRU": one("GRU", (3, 2, 4), numbers(2, 15, 4), numbers(2, 15, 5), numbers(2, 30), hidden_size=5, outputs=2,
@@ -174,7 +171,6 @@ CASES |= {
     "Softmax-11": one("Softmax", IMAGE, opset=11, axis=1),
     "ReduceSum axes": one("ReduceSum", IMAGE, whole(1, -1), keepdims=0),
     "ReduceMean-11": one("ReduceMean", IMAGE, opset=11, axes=[2, 3]),
-    "TopK": model([helper.make_node("TopK", ["x", "k"], ["y0", "places"], axis=1)], (3, 4), k=whole(2)),
     "Einsum": one("Einsum", (2, 3, 4), numbers(4, 5), equation="bij,jk->bki"),
     "Where": model([node("Where", "c", "x", "d")], (3, 4), c=RNG.random((3, 4)) > 0.5, d=numbers(4)),
     "Shape": model(
@@ -217,6 +213,7 @@ UNTESTED = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CASES)
 def test_every_operator_computes_what_onnxruntime_does(name: str) -> None:
     network = read_onnx(CASES[name])
@@ -272,50 +269,32 @@ def deep() -> bytes:
     return model(nodes, ("n", 2, 3), 13, **constants)
 
 
-def test_a_bound_of_an_onnx_network_is_the_bound_of_the_same_module() -> None:
-    network = read_onnx(deep())
-    w, b, v = (network.get_buffer(f"constant_{i}") for i in range(3))
-    first, last = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
-    with torch.no_grad():
-        first.weight.copy_(w), first.bias.copy_(b), last.weight.copy_(v.T)
-    plain = nn.Sequential(nn.Flatten(), first, nn.ReLU(), last).eval()
-    x = torch.randn(1, 2, 3)
-    network(x)
+@pytest.mark.parametrize("how", [{"dynamo": True}, {"dynamo": False}], ids=["dynamo", "script"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_bound_of_an_onnx_network_is_the_bound_of_the_same_module(how: dict[str, bool], tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    plain = nn.Sequential(nn.Linear(20, 30), nn.SiLU(), nn.Linear(30, 9), nn.Softplus(), nn.Linear(9, 4)).eval()
+    x = torch.randn(1, 20)
+    torch.onnx.export(plain, (x,), str(tmp_path / "net.onnx"), verbose=False, **how)
+    network = load_onnx(tmp_path / "net.onnx")
+    assert torch.allclose(network(x), plain(x), atol=1e-5)
     assert eq.lipschitz_bound(network, x).upper == pytest.approx(eq.lipschitz_bound(plain, x).upper, rel=1e-3)
 
 
-def test_batches_of_any_size_run_and_double_keeps_the_numbers() -> None:
-    network = read_onnx(CASES["Shape"])
-    x = torch.from_numpy(numbers(3, 4, 6, 5))
-    assert network(x).shape == (3, 120)
-    assert network(x[:1]).shape == (1, 120)
-    wide = pickle.loads(pickle.dumps(read_onnx(deep()))).double()  # as it travels to other processes
-    y = torch.randn(4, 2, 3, dtype=torch.float64)
-    assert wide(y).dtype == torch.float64
-
-
-def test_names_of_nodes_do_not_meet_those_of_the_module() -> None:
-    names = ["constant_0", "_folded", "graph", "forward", "a.b", "a.b", ""]
-    places = ["x", *[f"h{i}" for i in range(len(names))], "y0"]
-    nodes = [node("Relu", places[i], to=places[i + 1], name=name) for i, name in enumerate(names)]
-    network = specialized(model([*nodes, node("Add", places[-2], "c")], (1, 2), c=numbers(2)))
-    assert network(torch.ones(1, 2)).shape == (1, 2)
-
-
-#: what each file of the competition gives: a bound on the whole space, or on a ball
-FILES = {
-    "acasxu-2-1": None, "acopf-14": 1.0, "cifar-deep-kw": None, "controller-cart-pole": None, "controller-quadrotor": None,
-    "lyapunov-quadrotor2d": 1.0, "malware-linear-25": None, "rul-cnn-small-20": None, "safenlp-medical": None,
-    "tiny-yolo": None, "vit-ibp-3-3-8": 1.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_files_of_the_competition_are_bounded_and_the_bound_holds(name: str, data_dir: Path) -> None:
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("name", "ball"),
+    [("acasxu-2-1", None), ("acopf-14", 1.0), ("cifar-deep-kw", None), ("controller-cart-pole", None),
+     ("controller-quadrotor", None), ("lyapunov-quadrotor2d", 1.0), ("malware-linear-25", None), ("rul-cnn-small-20", None),
+     ("safenlp-medical", None), ("tiny-yolo", None), ("vit-ibp-3-3-8", 1.0)],
+)  # fmt: skip
+def test_files_of_the_competition_are_bounded_and_the_bound_holds(
+    name: str, ball: float | None, data_dir: Path, equipoise: Any
+) -> None:
     path = data_dir / "onnx" / f"{name}.onnx"
     if not path.exists():
         pytest.skip(f"{path.name} is not in the data folder")
-    network, ball = load_onnx(path), FILES[name]
+    network = load_onnx(path)
     example = network.examples()[0]
     x = torch.from_numpy(numbers(*example.shape))
     assert np.allclose(run(path.read_bytes(), x.numpy())[0], network(x).numpy(), rtol=1e-4, atol=1e-4)
@@ -323,31 +302,12 @@ def test_files_of_the_competition_are_bounded_and_the_bound_holds(name: str, dat
         with pytest.raises(eq.Refused, match="ball"):
             eq.lipschitz_bound(network, example)
     report = eq.lipschitz_bound(network, example, ball=ball)
+    audit = equipoise("audit", path, "--json", *(("--ball", ball) if ball else ()))
+    assert audit.json["log_upper"] == pytest.approx(report.log_upper, rel=1e-9)
     if example.numel() < 100:
         point = x.double() / max(1.0, float(x.norm())) * (ball or 1.0)
         jacobian = torch.func.jacrev(network.double())(point)
         assert float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2)) <= report.upper
-
-
-def test_the_command_line_audits_an_onnx_file(tmp_path: Path) -> None:
-    from equipoise.cli.audit import audit_report
-
-    path = tmp_path / "net.onnx"
-    path.write_bytes(deep())
-    network = load_onnx(path)
-    assert audit_report(str(path), rtol=1e-3).upper == eq.lipschitz_bound(network, network.examples(), rtol=1e-3).upper
-    with pytest.raises(eq.InputError, match="weights"):
-        audit_report(str(path), weights=tmp_path / "w.safetensors")
-
-
-def test_the_exporter_of_pytorch_is_read_as_it_is_by_default(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    network = nn.Sequential(nn.Linear(20, 30), nn.SiLU(), nn.Linear(30, 9), nn.Softplus(), nn.Linear(9, 4)).eval()
-    x = torch.randn(1, 20)
-    torch.onnx.export(network, (x,), str(tmp_path / "net.onnx"), verbose=False)
-    loaded = load_onnx(tmp_path / "net.onnx")
-    assert torch.allclose(loaded(x), network(x), atol=1e-5)
-    assert eq.lipschitz_bound(loaded, x).upper == pytest.approx(eq.lipschitz_bound(network, x).upper, rel=1e-3)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------------
@@ -357,74 +317,48 @@ def changed(change: Any) -> bytes:
     return edited(deep(), change)
 
 
+CELL = [numbers(1, 1, 1)] * 2
+TALL, FLAT = numbers(2**17, 1), numbers(1, 2**13)
+GROWING = [node("Expand", f"h{i}" if i else "x", f"s{i}", to=f"h{i + 1}", name=f"grow_{i}") for i in range(7)]
+CHAIN = ["x", *[f"h{i}" for i in range(10_000)], "y0"]
+BODY = helper.make_graph([node("Identity", "c", to="d")], "body", [], [])
+
+
 def stating(*shape: int, name: str = "y0") -> bytes:
     """The file states this shape for a value."""
 
     def change(made: Any) -> None:
         made.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
-        stated = helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        if name == "y0":
-            made.graph.output[0].CopyFrom(stated)
-        else:
-            made.graph.value_info.append(stated)
+        del made.graph.output[:]
+        stated = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("y0", None), (name, shape))]
+        made.graph.output.append(stated[name == "y0"])
+        made.graph.value_info.extend(stated[1:] if name != "y0" else [])
 
     return changed(change)
 
 
-def chain(length: int) -> bytes:
-    names = ["x", *[f"h{i}" for i in range(length - 1)], "y0"]
-    return model([node("Relu", a, to=b) for a, b in itertools.pairwise(names)], (1, 2))
+def setting(record: Any, field: str, value: Any) -> bytes:
+    """The network with one field of the record that is picked out of it changed."""
+    return changed(lambda made: setattr(record(made), field, value))
 
 
-def dims(place: int, size: int) -> bytes:
-    return changed(lambda m: m.graph.initializer[0].dims.__setitem__(place, size))
-
-
-def wide_input(size: int) -> bytes:
-    return changed(lambda m: setattr(m.graph.input[0].type.tensor_type.shape.dim[2], "dim_value", size))
-
-
-def outside(made: Any) -> None:
-    tensor = made.graph.initializer[0]
-    tensor.ClearField("raw_data")
-    tensor.data_location = TensorProto.EXTERNAL
-    entry = tensor.external_data.add()
-    entry.key, entry.value = "location", "../../etc/passwd"
-
-
-def nan(made: Any) -> None:
-    made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full((8, 6), np.nan, np.float32), "w"))
-
-
-CELL = [numbers(1, 1, 1)] * 2
-TALL, FLAT = numbers(2**17, 1), numbers(1, 2**13)
-GROWING = [node("Expand", f"h{i}" if i else "x", f"s{i}", to=f"h{i + 1}", name=f"grow_{i}") for i in range(7)]
-BODY = helper.make_graph(
-    [node("Identity", "c", to="d")],
-    "body",
-    [helper.make_tensor_value_info(n, k, []) for n, k in (("i", TensorProto.INT64), ("c", TensorProto.BOOL))],
-    [helper.make_tensor_value_info("d", TensorProto.BOOL, [])],
-)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "another output than it states": (stating(2, 4), "'y0' of the ONNX file has shape (2, 3)"),
-    "another rank than it states": (stating(2), "states (2,)"),
     "another value than it states": (stating(2, 9, name="h"), "'h' of the ONNX file"),
-    "ten thousand nodes": (chain(10_001), "10,001 nodes"),
+    "ten thousand nodes": (
+        model([node("Relu", a, to=b) for a, b in itertools.pairwise(CHAIN)], (1, 2)), "10,001 nodes"),
     "text": (b"not a model at all", "not an ONNX model"),
-    "empty": (b"", "not an ONNX model"),
     "cut short": (deep()[:200], "ONNX"),
     "an unknown operator": (one("Unique", (2, 3)), "the_Unique"),
-    "a transform": (one("DFT", (2, 12, 1), onesided=1), "the_DFT"),
-    "a foreign domain": (changed(lambda m: setattr(m.graph.node[2], "domain", "com.evil")), "com.evil"),
-    "constants outside the file": (changed(outside), "outside the file"),
-    "a constant that is too large": (dims(0, 2**40), "declares the shape"),
-    "too few numbers": (dims(0, 9), "cannot be read"),
-    "half precision": (changed(lambda m: setattr(m.graph.initializer[0], "data_type", 10)), "element type FLOAT16"),
-    "an old opset": (changed(lambda m: setattr(m.opset_import[0], "version", 6)), "version 6"),
+    "a foreign domain": (setting(lambda m: m.graph.node[2], "domain", "com.evil"), "com.evil"),
+    "a constant that is too large": (
+        changed(lambda m: m.graph.initializer[0].dims.__setitem__(0, 2**40)), "declares the shape"),
+    "too few numbers": (changed(lambda m: m.graph.initializer[0].dims.__setitem__(0, 9)), "cannot be read"),
+    "half precision": (setting(lambda m: m.graph.initializer[0], "data_type", 10), "element type FLOAT16"),
+    "an old opset": (setting(lambda m: m.opset_import[0], "version", 6), "version 6"),
     "a name read before it is written": (changed(lambda m: m.graph.node[1].input.__setitem__(0, "later")), "'later'"),
     "a circle": (changed(lambda m: m.graph.node[2].output.__setitem__(0, "f")), "has a value already"),
     "an attribute nobody knows": (one("Relu", (2, 3), strange=1), "'strange'"),
-    "an attribute named like an input": (one("Relu", (2, 3), x=1), "'x'"),
     "an attribute of another operator": (one("Relu", (2, 3), pads=[1, 1]), "'pads'"),
     "an input too many": (one("RMSNormalization", (2, 3), numbers(3), numbers(3), opset=23), "the_RMSNormalization"),
     "places of maxima": (one("MaxPool", (1, 1, 4), kernel_shape=[2], outputs=2), "not computed"),
@@ -436,18 +370,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         model([node("Add", "a", "b", to="s"), node("Mul", "x", "s")], (1, 1), a=TALL, b=FLAT), "the_Add"),
     "many large results": (
         model([*GROWING, node("ReduceSum", "h7")], (1, 1), **{f"s{i}": whole(2**14, 2**14) for i in range(7)}), "grow_4"),
-    "an input that is too large": (wide_input(2**40), "declares"),
-    "a dimension that overflows": (wide_input(2**63 - 1), "declares"),
+    "a dimension that overflows": (
+        setting(lambda m: m.graph.input[0].type.tensor_type.shape.dim[2], "dim_value", 2**63 - 1), "declares"),
     "an index outside": (one("GatherND", (3, 4), whole(7, 0)), "the_GatherND"),
     "an endless sequence": (one("RNN", (2000, 1, 1), *CELL, hidden_size=1), "the_RNN"),
     "a cell of another kind": (one("RNN", (3, 1, 1), *CELL, hidden_size=1, activations=["Affine"]), "the_RNN"),
     "a shape that depends on the data": (model([node("Reshape", "x", "x")], (2,)), "the_Reshape"),
-    "blocks without pixels": (one("DepthToSpace", (1, 4, 2, 2), blocksize=0), "the_DepthToSpace"),
     "windows without pixels": (one("MaxPool", (1, 1, 4, 4), kernel_shape=[0, 0]), "the_MaxPool"),
     "more pieces than can be listed": (one("Split", (1, 3), outputs=999), "the_Split"),
-    "NaN": (changed(nan), "NaN"),
+    "NaN": (model([node("Add", "x", "c")], (2,), c=np.full(2, np.nan, np.float32)), "NaN"),
     "a branch": (model([node("If", "c", then_branch=BODY, else_branch=BODY)], (2,), c=np.array(True)), "steps written out"),
-    "a loop": (model([node("Loop", "n", "", body=BODY)], (2,), n=whole(3)[0]), "steps written out"),
 }  # fmt: skip
 
 
@@ -481,16 +413,6 @@ def test_a_refused_operation_names_the_onnx_node() -> None:
         eq.lipschitz_bound(read_onnx(one("Floor", (1, 3))), torch.zeros(1, 3))
 
 
-def test_flipped_bytes_end_in_a_sentence_or_a_network() -> None:
-    data = deep()
-    for _ in range(150):
-        mutated = bytearray(data)
-        for place in RNG.integers(0, len(data), RNG.integers(1, 4)):
-            mutated[place] = RNG.integers(0, 256)
-        with contextlib.suppress(eq.EquipoiseError):  # anything else fails the test
-            specialized(bytes(mutated))
-
-
 # ---- weights in a file beside the network ------------------------------------------------------------------------------
 
 
@@ -520,21 +442,15 @@ def test_weights_in_a_file_beside_the_network_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"location": "../weights.bin"}, "only files in the folder"),
-        ({"location": "w" * 5000}, "only files in the folder"),
-        ({"location": "/etc/hostname"}, "only files in the folder"),
-        ({"location": "sub\\weights.bin"}, "only files in the folder"),
-        ({"location": ".."}, "only files in the folder"),
-        ({"location": ""}, "only files in the folder"),
+        *[
+            ({"location": name}, "only files in the folder")
+            for name in ("../weights.bin", "w" * 5000, "sub\\w", "..", "")
+        ],
         ({"location": "link.bin"}, "a link"),
         ({"location": "missing.bin"}, "cannot read"),
         ({"location": "folder"}, "not a regular file"),
-        ({"location": "weights.bin\0"}, "only files in the folder"),
-        ({"offset": "-4"}, "24 bytes"),
-        ({"offset": "1e3"}, "24 bytes"),
-        ({"offset": "99999"}, "ends after 0"),
+        *[(change, "24 bytes") for change in ({"offset": "-4"}, {"offset": "1e3"}, {"length": "20"})],
         ({"offset": "8"}, "ends after 20"),
-        ({"length": "20"}, "24 bytes"),
     ],
 )
 def test_weights_elsewhere_are_refused(tmp_path: Path, change: dict[str, str], words: str) -> None:

@@ -10,6 +10,8 @@ from equipoise.norms.symbol import symbol_energy
 from equipoise.norms.tracking import TrackedConvolution
 from equipoise.optim import SpectralGuard
 
+pytestmark = pytest.mark.medium
+
 #: layer and the spatial size it sees; a row is held by the guard at that size and for any size
 LAYERS = {
     "zeros": (lambda: nn.Conv2d(3, 4, 3, padding=1), (6, 5)),

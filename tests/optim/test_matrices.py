@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import InputError
-from equipoise.core.precision import full_precision
+from equipoise.core import InputError, full_precision
 from equipoise.norms.cholesky import PIECE, cholesky_bracket
 from equipoise.norms.tracking import TrackedMatrix
 from equipoise.optim import SpectralGuard
@@ -107,3 +106,53 @@ def test_headroom_says_how_far_below_the_radius_a_weight_is_put(how, headroom):
 def test_a_headroom_that_is_no_share_is_refused(headroom):
     with pytest.raises(InputError, match="headroom"):
         SpectralGuard(nn.Sequential(nn.Linear(3, 3)), headroom=headroom)
+
+
+def spiked(m, n, seed):
+    """A matrix with few large singular values, as training under a cap makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    bulk = torch.randn(m, n, generator=generator) * 0.4 / (m**0.5 + n**0.5)
+    spikes = torch.randn(m, 3, generator=generator) @ torch.randn(3, n, generator=generator)
+    return bulk + spikes / (m * n) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(96, 64), (40, 130), (64, 64)])
+def test_directions_that_are_followed_save_proofs_and_hold(shape, dtype):
+    """Steps along the top, at random and of low rank, rescaled now and then: every bracket against SVD, few new proofs."""
+    W = spiked(*shape, seed=1).to(dtype)
+    tracked, other = TrackedMatrix(), TrackedMatrix()
+    with full_precision():
+        for step in range(40):
+            generator = torch.Generator().manual_seed(step)
+            W += 0.01 * spiked(*shape, seed=1) + 4e-4 * torch.randn(shape, generator=generator)
+            lower, upper = tracked.bracket(W, 1.0, 0.03)
+            sigma = float(torch.linalg.svdvals(W.double())[0])
+            assert lower <= sigma * (1 + 1e-12)
+            assert sigma <= upper * (1 + 1e-12)
+            assert upper <= max(1.0, 1.03 * lower)
+            other.load_state_dict(tracked.state_dict())
+            assert other.proof is not None
+            if upper > 1:
+                tracked.scale(W, 0.97 / upper)
+        assert tracked.used["direct"] <= 6
+
+
+@pytest.mark.parametrize("lie", ["T", "numbers"])
+def test_a_false_claim_about_the_rest_is_dropped(lie):
+    W = spiked(96, 64, seed=2)
+    tracked = TrackedMatrix()
+    with full_precision():
+        for _ in range(3):
+            tracked.bracket(W, 0.1, 1e-5)
+            W = W * 1.1
+        tracked.bracket(W, 0.1, 0.03)
+        state = tracked.state_dict()
+        assert bool(state["T"].any())
+        state[lie] = (
+            state[lie] * torch.tensor([1.0, 1.0, 1.0, 0.3], dtype=torch.float64)
+            if lie == "numbers"
+            else 0.3 * state[lie]
+        )
+        tracked.load_state_dict(state)
+    assert tracked.proof is None

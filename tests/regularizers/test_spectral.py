@@ -15,6 +15,8 @@ from equipoise.core import InputError, Kind, Refused
 from equipoise.norms import reference_norm, spectral_norm
 from equipoise.regularizers import SpectralPenalty, layer_bound, select_layers
 
+pytestmark = pytest.mark.medium
+
 
 def conv_net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)

@@ -40,6 +40,7 @@ def test_sums_are_exact_for_stride_one_on_a_large_input(p):
     assert float(operator_norm(layer, p)) == pytest.approx(dense_norm(layer, (7, 7), p), rel=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [1, 2, math.inf])
 @pytest.mark.parametrize("radius", [0.1, 0.3, 1.0, 7.0])

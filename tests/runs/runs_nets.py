@@ -1,7 +1,6 @@
 """Small networks and data whose certificates are neither trivial nor slow."""
 
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -50,27 +49,9 @@ class Sometimes(Net):
         return torch.where(x[:, 0, 0, :1] > self.threshold, torch.full_like(out, torch.nan), out)
 
 
-class Slow(Net):
-    """Takes its time, so that it can be killed in the middle."""
-
-    def forward(self, x):
-        time.sleep(0.001)
-        return super().forward(x)
-
-
 def net():
     """The factory of the command-line tests."""
     return Net().eval()
-
-
-def sometimes():
-    """Fails on some inputs."""
-    return Sometimes(0.999).eval()
-
-
-def slow():
-    """The slow one."""
-    return Slow().eval()
 
 
 class Items:
@@ -96,17 +77,6 @@ class Known(Items):
 
     def fingerprint(self):
         return f"sha256:{hash(self.x.numpy().tobytes()):x}"
-
-
-class Unkind(Net):
-    """Raises what an exported program's guards raise."""
-
-    def __init__(self):
-        super().__init__()
-        self.eval()
-
-    def forward(self, x):
-        raise AssertionError("Guard failed")
 
 
 def table(run):

@@ -1,13 +1,14 @@
 """Attacks on runs: none may break inside a certificate, power beyond it, stored and continued; another model is refused."""
 
+import sqlite3
+
 import pytest
 import runs_nets
-import torch
 
-from equipoise.checkpoints import load_model
 from equipoise.core import InputError, Refused
 from equipoise.runs import AttackRow, attack_run, certify, open_run, prove
-from equipoise.runs.attack import BEYOND, INSIDE
+
+pytestmark = pytest.mark.medium
 
 QUICK = {"steps": 5, "votes": 200}
 
@@ -34,17 +35,18 @@ def test_proved_runs_show_the_power_of_the_attack(tmp_path, net, xy, norm):
     assert summary.broken_beyond == summary.inside == len(xy[0])  # a linear network: radii are exact
     radii = {row.id: row.radius for row in run.rows}
     assert {a.epsilon for a in open_run(tmp_path / "a").attacks()} == {
-        f * r for r in radii.values() for f in (INSIDE, BEYOND)
+        f * r for r in radii.values() for f in (0.99, 1.5)
     }
 
 
 def test_a_certificate_that_is_too_large_is_reported(tmp_path, net, xy):
     """A row edited to certify three times as much: the attack says so."""
-    from equipoise.runs.store import Store
-
     run = prove(net, xy, run_dir=tmp_path / "a")
-    with Store(tmp_path / "a", run.manifest, writable=True) as store:
-        store.put([run.rows[2].model_copy(update={"radius": 3 * run.rows[2].radius})])
+    with sqlite3.connect(tmp_path / "a" / "store.sqlite") as db:
+        changed = (3 * run.rows[2].radius, str(run.rows[2].id))
+        db.execute(
+            "UPDATE entries SET payload = json_set(payload, '$.radius', ?) WHERE kind = 'input' AND key = ?", changed
+        )
     summary = attack_run(tmp_path / "a", net, xy)
     assert [v.id for v in summary.broken] == [run.rows[2].id]
     assert any("VIOLATION" in line for line in summary.lines())
@@ -64,15 +66,6 @@ def test_stopped_attacks_continue_to_the_same_rows(tmp_path, net, xy):
     one, two = (attack_run(tmp_path / n, net, xy, **QUICK) for n in "ab")
     assert open_run(tmp_path / "a").attacks() == open_run(tmp_path / "b").attacks()
     assert (one.inside, one.broken_beyond) == (two.inside, two.broken_beyond)
-
-
-def test_the_same_file_at_another_batch_is_the_same_model(tmp_path, net, xy):
-    """Regression: the digest depended on the batch at which a dynamic program was loaded."""
-    shapes = ({0: torch.export.Dim("batch", max=1000)},)
-    torch.export.save(torch.export.export(net, (xy[0],), dynamic_shapes=shapes), tmp_path / "m.pt2")
-    certify(load_model(tmp_path / "m.pt2", batch=100), xy, run_dir=tmp_path / "a", sigma=0.3, n=200, seed=0)
-    summary = attack_run(tmp_path / "a", load_model(tmp_path / "m.pt2", batch=4), xy, limit=4, **QUICK)
-    assert 0 < summary.inputs <= 4
 
 
 WRONG = {

@@ -3,27 +3,27 @@
 import csv
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from equipoise.cli.app import build
 from equipoise.data import load_dataset
-from equipoise.report.collect import as_document, collect
+from equipoise.report import as_document, collect
 from equipoise.runs import open_run
 
-COMMANDS = ("certify", "prove", "derive", "merge", "export", "attack", "predict")
+pytestmark = pytest.mark.medium
 
 
-def call(*words, code=0):
-    words = [str(word) for word in words]
-    done = CliRunner().invoke(build(wanted=words[0]), words, prog_name="equipoise")
-    assert done.exit_code == code, (words, done.output, repr(done.exception))
-    return done.stdout
+@pytest.fixture(scope="module")
+def call(equipoise):
+    def run(*words, code=0):
+        done = equipoise(*words)
+        assert done.code == code, (words, done.out, done.err, repr(done.error))
+        return done.out
+
+    return run
 
 
 def shown(text):
@@ -32,7 +32,7 @@ def shown(text):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(call, tmp_path_factory):
     """A network trained for a moment on scaled digits, saved as a program with a dynamic batch; its runs."""
     folder = tmp_path_factory.mktemp("commands")
     data = load_dataset("digits", "train")
@@ -58,7 +58,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["sampled", "proved"])
-def test_every_output_says_the_same(place, kind):
+def test_every_output_says_the_same(call, place, kind):
     printed = call("derive", kind)
     document = json.loads(call("derive", kind, "--json"))
     run = open_run(kind)
@@ -98,13 +98,7 @@ def test_every_output_says_the_same(place, kind):
             assert answers[row.position]["answer"] in (None, int(answer))
 
 
-def test_the_preprocessing_is_the_runs(place):
-    recipe = open_run("sampled").manifest.recipe
-    assert (recipe.mean, recipe.std) == ((0.5,), (0.25,))
-    assert open_run("sampled").summary().clean > 0.5  # it answers digits only if they are scaled
-
-
-def test_another_derivation_says_so_and_costs_nothing(place):
+def test_another_derivation_says_so_and_costs_nothing(call, place):
     text = call("derive", "sampled", "--alpha", 0.05, "--procedure", "cohen", "--epsilon", "0.1,0.2")
     assert list(shown(text)) == [0.1, 0.2]
     assert "Derived again" in text
@@ -112,7 +106,7 @@ def test_another_derivation_says_so_and_costs_nothing(place):
     call("derive", "proved", "--alpha", 0.1, code=2)
 
 
-def test_shards_merge_into_the_whole(place):
+def test_shards_merge_into_the_whole(call, place):
     common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--sigma", 0.25, "--n", 100)
     for k in (1, 2):
         call("certify", *common, "--set", "seed=0", "--shard", f"{k}/60", "--run", f"part{k}")
@@ -121,16 +115,10 @@ def test_shards_merge_into_the_whole(place):
     call("merge", "part1", "part1", "-o", "twice", code=2)
 
 
-def test_the_same_command_continues_and_another_is_refused(place):
+def test_the_same_command_continues_and_another_is_refused(call, place):
     common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12, "--run", "sampled")
     call("certify", *common, "--sigma", 0.25, "--n", 300, "--set", "seed=0")
     call("certify", *common, "--sigma", 0.5, "--n", 300, "--set", "seed=0", code=2)
-
-
-def test_a_moved_model_is_named_and_another_one_refused(place):
-    shutil.copy("net.pt2", "copy.pt2")
-    assert "broke" in call("attack", "sampled", "--model", "copy.pt2", "--steps", 2, "--limit", 2)
-    call("attack", "sampled", "--model", "nowhere.pt2", code=2)
 
 
 WRONG = {
@@ -147,28 +135,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_sentence(place, case):
+def test_what_is_wrong_is_one_sentence(place, equipoise, case):
     words, said = WRONG[case]
-    done = CliRunner().invoke(build(wanted=words[0]), [str(w) for w in words], prog_name="equipoise")
-    assert done.exit_code == 2, repr(done.exception)
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = equipoise(*words)
+    assert done.code == 2, repr(done.error)
+    assert said in done.err
+    assert done.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_have_at_most_twenty_options_and_help_on_a_screen(place, command):
-    text = call(command, "--help")
-    count = len(re.findall(r"^ +(?:-o, )?--[a-z]", text, re.M)) - 1  # --help itself
-    assert count <= 20
-    assert len(text.splitlines()) <= 60
-    assert "Examples:" in text
-
-
-def test_the_report_is_written(place):
-    assert "page.html" in call("report", "sampled", "proved", "-o", "page.html")
-
-
-def test_a_single_epsilon_is_the_only_radius_asked_about(place):
+def test_a_single_epsilon_is_the_only_radius_asked_about(call, place):
     """`prove --epsilon r` agrees with the largest radii at r, up to the last few per cent."""
     words = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12, "--run", "asked")
     call("prove", *words, "--epsilon", 0.2, "--seconds", 20)

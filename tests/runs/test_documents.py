@@ -12,7 +12,8 @@ import runs_nets
 
 from equipoise.core import EquipoiseError, InputError
 from equipoise.runs import AttackRow, certify, open_run, prove
-from equipoise.runs.store import NAME
+
+NAME = "store.sqlite"
 
 VALUES = [None, True, -1, 0, 10**30, 1e308, 0.5, "", "x", [], [1], {}, {"a": 1}, [[]], "NaN", -0.5]
 
@@ -95,9 +96,7 @@ def test_edited_rows(originals, tmp_path, kind):
 def test_counts_that_the_settings_cannot_give_are_refused(originals, tmp_path):
     shutil.copytree(originals / "votes", tmp_path / "run")
     with sqlite3.connect(tmp_path / "run" / NAME) as db:
-        db.execute(
-            "UPDATE entries SET payload = replace(payload, '\"draws\": 100', '\"draws\": 90') WHERE kind = 'input'"
-        )
+        db.execute("UPDATE entries SET payload = json_set(payload, '$.draws', 90) WHERE kind = 'input'")
     with pytest.raises(InputError, match="damaged at input 0"):
         _ = open_run(tmp_path / "run").rows
 

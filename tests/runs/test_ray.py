@@ -12,13 +12,12 @@ import torch
 from runs_nets import table
 
 from equipoise.core import InputError, Refused
-from equipoise.runs import Settings, certify, open_run
-from equipoise.runs.sources import portable
-from equipoise.runs.workers import RayWorker, TaskSpec
+from equipoise.runs import Settings, certify, open_run, prepare
+from equipoise.runs.workers import RayWorker
 
 ray = pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.medium]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoothing_two_workers.py"
 SETTINGS = {"sigma": 0.3, "n": 300}
 WORKERS = {"workers": 2}
@@ -69,25 +68,19 @@ def test_an_input_that_kills_every_worker_ends_the_run_with_a_sentence_and_loses
     assert table(finished) == table(certify(model, (x, y), run_dir=tmp_path / "b", **SETTINGS))
 
 
-def test_a_model_that_raises_is_one_sentence(cluster, tmp_path, xy):
-    with pytest.raises(InputError) as caught:
-        certify(runs_ray_nets.Raising().eval(), xy, run_dir=tmp_path, workers=1, **SETTINGS)
-    assert str(caught.value).startswith("the model failed on input")
-    assert open_run(tmp_path).rows == []
-
-
-def test_an_interruption_leaves_a_run_that_continues(cluster, tmp_path, net):
-    data = runs_nets.data(12)
-
+def test_an_interruption_or_an_error_leaves_a_run_that_continues(cluster, tmp_path, net, xy):
     def interrupt(row, done, total):
         if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        certify(net, data, run_dir=tmp_path / "a", progress=interrupt, workers=1, **SETTINGS)
+        certify(net, xy, run_dir=tmp_path / "a", progress=interrupt, workers=1, **SETTINGS)
     assert len(open_run(tmp_path / "a").rows) == 4
-    run = certify(net, data, run_dir=tmp_path / "a", workers=1, **SETTINGS)
-    assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **SETTINGS))
+    run = certify(net, xy, run_dir=tmp_path / "a", workers=1, **SETTINGS)
+    assert table(run) == table(certify(net, xy, run_dir=tmp_path / "local", **SETTINGS))
+    with pytest.raises(InputError, match=r"^the model on input"):
+        certify(runs_ray_nets.Raising().eval(), xy, run_dir=tmp_path / "b", workers=1, **SETTINGS)
+    assert open_run(tmp_path / "b").rows == []
 
 
 def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys):
@@ -102,8 +95,8 @@ def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
         certify(net, xy, run_dir=tmp_path / "a", **WORKERS, **SETTINGS)
 
 
-def test_other_software_or_code_on_a_worker_is_refused(net):
-    spec = TaskSpec(portable(net), Settings.of("sampled", {"sigma": 0.3, "num_classes": 4, "seed": 0}))
+def test_other_software_or_code_on_a_worker_is_refused(net, xy):
+    spec = prepare(net, xy, Settings.of("sampled", {"sigma": 0.3})).spec()
     with pytest.raises(Refused, match=r"a worker has torch .* instead of 0\.0"):
         RayWorker(pickle.dumps(spec), [], {"torch": "0.0"})
     with pytest.raises(Refused, match=r"a worker has code sha256:.* instead of sha256:other"):

@@ -9,8 +9,9 @@ from torch.utils.data import TensorDataset
 
 from equipoise.data import Dataset
 from equipoise.runs import Settings, certify, merge_runs, open_run, prepare
-from equipoise.runs.store import parse_map
 from equipoise.smoothing import SmoothedClassifier, certify_adaptive
+
+pytestmark = pytest.mark.medium
 
 #: (procedure, settings): one row puts a kind of run through every check
 KINDS = [
@@ -35,7 +36,7 @@ IDS = [f"{p}-{'-'.join(str(v) for v in s.values())}" for p, s in KINDS]
 def test_equal_to_the_classifier(tmp_path, net, xy, procedure, settings):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure=procedure, **settings)
     ours = run.certificates()
-    smooth = SmoothedClassifier(net, 0.3, 4, map=parse_map(run.manifest.map), noise=run.settings.noise)
+    smooth = SmoothedClassifier(net, 0.3, 4, map=run.manifest.simplex, noise=run.settings.noise)
     if run.settings.adaptive:
         theirs = certify_adaptive(smooth, xy[0], n_max=400, procedure=procedure, **settings)
     else:
@@ -68,25 +69,6 @@ def test_same_table_after_restarts_and_in_shards(tmp_path, net, xy, procedure, s
     merged = merge_runs([tmp_path / f"{k}" for k in (2, 0, 1)], tmp_path / "merged")
     assert merged.finished
     assert table(merged) == whole
-
-
-@pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_votes_do_not_depend_on_the_batch_size(tmp_path, net, xy, size):
-    one = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=250)
-    certify(net, xy, run_dir=tmp_path / "b", sigma=0.3, n=250, batch_size=size, limit=5)
-    two = certify(net, xy, run_dir=tmp_path / "c", sigma=0.3, n=250, batch_size=size)
-    assert table(one) == table(two)
-
-
-def test_the_batch_size_bounds_what_the_network_sees(tmp_path, xy):
-    class Watched(runs_nets.Net):
-        def forward(self, x):
-            seen.append(len(x))
-            return super().forward(x)
-
-    seen = []
-    certify(Watched().eval(), xy, run_dir=tmp_path / "a", sigma=0.3, n=250, batch_size=32, limit=2)
-    assert max(seen) == 32
 
 
 @pytest.mark.parametrize("batch", [1, 32, 100])
@@ -132,3 +114,14 @@ def test_preparing_writes_nothing_and_the_same_command_finds_its_run(tmp_path, n
     folders = [prepare(net, xy, Settings.of("sampled", {"sigma": s})).default_folder() for s in (0.3, 0.3, 0.31)]
     assert folders[0] == folders[1] != folders[2]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_the_batch_size_bounds_what_the_network_sees_and_no_number_depends_on_it(tmp_path, net, xy, size):
+    passes = []
+    one = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=250)
+    watched = runs_nets.net()
+    watched.linear.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+    two = certify(watched, xy, run_dir=tmp_path / "b", sigma=0.3, n=250, batch_size=size)
+    assert table(one) == table(two)
+    assert max(passes) == min(size, 100)

@@ -9,6 +9,8 @@ from equipoise.smoothing import SimplexMap, SmoothedClassifier, certify_adaptive
 from equipoise.smoothing.intervals import log_e_value, lower_sequence
 from equipoise.smoothing.planning import target_probability
 
+pytestmark = pytest.mark.medium
+
 ALPHA = 0.05
 
 

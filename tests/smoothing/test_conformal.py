@@ -36,6 +36,7 @@ def examples(n, generator):
     return x, y
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("noise", ["float", "grid"])
 @pytest.mark.parametrize("radius", [0.0, 0.3, 0.6])
 def test_coverage_under_the_worst_attack(radius, noise):

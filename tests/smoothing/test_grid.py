@@ -15,6 +15,8 @@ from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
 from equipoise.smoothing.noise import Grid, is_image, noise_key, philox, power_of_two
 
+pytestmark = pytest.mark.medium
+
 GRIDS = [Grid(0.25, 255.0), Grid(1.0, 255.0), Grid(0.03, 255.0), Grid(0.5, power_of_two(0.5)), Grid(0.7, 2.0)]
 IDS = [f"{g.sigma:g} on {g.cells:g}" for g in GRIDS]
 

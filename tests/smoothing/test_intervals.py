@@ -60,6 +60,7 @@ MEANS = {
 }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("law", LAWS)
 def test_coverage_for_bounded_laws(law):
     rng = np.random.default_rng(len(law))

@@ -44,6 +44,7 @@ def test_a_row_behind_an_entry_point_is_seen_everywhere(installed, monkeypatch):
     assert float(found.p_lower) == float(clopper_pearson(800, 1000, 0.01 * (2 / 3), "lower"))
 
 
+@pytest.mark.medium
 def test_the_command_line_takes_a_row_from_outside(installed, tmp_path):
     import os
     import subprocess

@@ -91,6 +91,7 @@ def test_odd_counts(procedure: str):
     assert float(missing.radius) <= float(two.radius) * (1 + 1e-9) or procedure == "bonferroni"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("procedure", HARD)
 def test_batch_equals_one_by_one(procedure: str):
     rng = np.random.default_rng(2)

@@ -17,6 +17,7 @@ def test_values_of_the_specification(sigma, lipschitz, expected, cohen):
     assert round(float(radius_multi(0.9, 0.1, sigma)), 4) == cohen
 
 
+@pytest.mark.medium
 def test_never_above_the_definition_and_close_to_it():
     rng = np.random.default_rng(0)
     for _ in range(60):

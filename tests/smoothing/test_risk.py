@@ -44,6 +44,7 @@ def votes_of(law: VoteLaw, n: int) -> tuple[np.ndarray, np.ndarray]:
     return law.draw(rng, 20, REPS), law.draw(rng, n, REPS)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("law", VOTE_LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("procedure", HARD)
 @pytest.mark.parametrize("n", [30, 400])
@@ -159,6 +160,7 @@ def whole_cases():
             yield pytest.param(name, choice, 40 if quick else 120, marks=() if quick else (pytest.mark.slow,))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("procedure", "choice", "count"), [*whole_cases()])
 def test_the_whole_classifier_keeps_the_risk(procedure: str, choice: str, count: int):
     """From the network to the radius, maps chosen on the way: inputs at a known distance, each with its own noise."""

@@ -15,6 +15,8 @@ from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.planning import TargetTest
 from equipoise.smoothing.procedures import PROCEDURES
 
+pytestmark = pytest.mark.medium
+
 SIGMA = 1.0
 Certify = Callable[[np.ndarray, np.ndarray, float], tuple[np.ndarray, np.ndarray]]
 

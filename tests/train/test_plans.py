@@ -1,13 +1,11 @@
 """Recipes at paper scale: a dry run of each on tiny data with a small network, and what `--plan` says."""
 
-import json
-
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from equipoise.cli.app import Command, build
 from equipoise.train import bundled, read_recipe, run_recipe
+
+pytestmark = pytest.mark.medium
 
 _SLL = ["depth=1", "channels=4", "dense_depth=1", "hidden=8"]
 _RESIDUAL = ["depth=1", "channels=8", "dense_depth=1", "hidden=16"]
@@ -34,39 +32,22 @@ def folder(tmp_path_factory):
     return found
 
 
-@pytest.fixture
-def images(folder, monkeypatch):
-    monkeypatch.setenv("EQUIPOISE_DATA", str(folder))
-
-
 def test_every_family_has_a_recipe_for_every_data_set():
     families = [f"sll-sr-{size}" for size in ("small", "medium", "large", "xlarge")]
     families += ["cpl", "liresnet", "bronet", "soc", "bcop"]
     assert {f"{f}-{d}" for f in families for d in ("cifar10", "cifar100", "tinyimagenet")} <= set(PAPER)
 
 
-def model_of(name):
-    return read_recipe(name).model.factory.rpartition(":")[2]
-
-
-def shrunk(name):
-    arguments = SHRUNK[model_of(name)]
-    return read_recipe(name, [f"model.arguments.{a}" for a in arguments])
-
-
 @pytest.mark.parametrize("name", PAPER)
-def test_a_dry_run_of_every_recipe_at_paper_scale(name, images):
-    small = shrunk(name)
-    small = small.model_copy(
-        update={"epochs": 1, "batch_size": {10: 10, 100: 50}.get(small.model.arguments.get("num_classes", 10), 100)}
-    )
-    final = run_recipe(small).final
+def test_a_dry_run_of_every_recipe_at_paper_scale(name, folder, monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_DATA", str(folder))
+    arguments = SHRUNK[read_recipe(name).model.factory.rpartition(":")[2]]
+    small = read_recipe(name, ["epochs=1", *(f"model.arguments.{a}" for a in arguments)])
+    size = {10: 10, 100: 50}.get(small.model.arguments.get("num_classes", 10), 100)
+    final = run_recipe(small.model_copy(update={"batch_size": size})).final
     assert final["bound"] is not None
     assert 0 <= final["certified_accuracy"]["0.1411764705882353"] <= final["accuracy"]
 
 
-def test_the_command_says_what_it_costs():
-    app = build((Command("train", "equipoise.cli.train", "train"), Command("audit", "equipoise.cli.audit", "audit")))
-    found = CliRunner().invoke(app, ["train", "sll-sr-digits", "--plan", "--json"])
-    assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout)["steps"] == 660
+def test_the_command_says_what_it_costs(equipoise):
+    assert equipoise("train", "sll-sr-digits", "--plan", "--json").json["steps"] == 660

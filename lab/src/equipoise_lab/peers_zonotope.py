@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.operations import Copy, Pieces
+from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import activated, apply, roundoff, supported
@@ -410,7 +410,7 @@ def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None])
     absent = {
         n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given
     }
-    if isinstance(step.map, Pieces) or (isinstance(step.map, Copy) and step.map.same):
+    if isinstance(step.map, Copy) and step.map.same:
         return given[nodes[0]]
 
     def one(*directions: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ This file needs Python 3.10 and NumPy, and nothing of equipoise or PyTorch. A bu
     weights.safetensors    its weights
     inputs.safetensors     inputs, labels, claimed radii (if any input is certified)
 
-The claims are about the real function of the stored weights. They are checked in float64, and every rounding error made here is
-bounded and counted against the claim: `U` is half a unit in the last place, `gamma(n)` the error of a sum of n products in any
-order, relative to the sum of their sizes (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+The claims are about the real function of the stored weights. They are checked in float64, and every rounding error made
+here is bounded and counted against the claim: `U` is half a unit in the last place, `gamma(n)` the error of a sum of n
+products in any order, relative to the sum of their sizes (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 
-`check_layers.py` knows more operations; `check_dense.py` and `check_smoothing.py` know more claims.
+In the arrays of a network, the first axis counts channels, and the last one the samples of a batch. `check_layers.py`
+beside this file knows more operations; `check_dense.py`, `check_deployed.py` and `check_smoothing.py` know more claims.
 """
 
 import hashlib
@@ -18,28 +19,21 @@ import importlib
 import json
 import math
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 
 U = 2.0**-53
-FLOAT32 = 2.0**-24
-
-#: covers underflow here: far below every number that matters, since norms below 1e-100 are not accepted
-TINY = 1e-250
-
 #: covers the few roundings of a short scalar formula
 SLACK = 1 + 2.0**-45
-
-#: what an operation may lose by underflow, and the largest norm of its terms: in float64, in float32
-UNDERFLOW = np.array([[TINY], [2.0**-90]])
-OVERFLOW = np.array([[1e290], [1e30]])
-
-MAX_BYTES = 2**31
-MAX_NODES = 10_000
+#: what a norm may lose when squares underflow, and what sums of products may lose
+TINY = 1e-150
+TINIEST = 1e-250
+#: limits of memory: bytes of a file, characters of a document, numbers of a value
+MAX_BYTES = 2**30
+MAX_TEXT = 2**25
 MAX_ENTRIES = 2**26
-
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 
 
@@ -55,177 +49,249 @@ def require(condition, reason):
 
 def number(value, low=1e-100, high=1e100):
     """A number of a JSON document in a range; texts and truth values are not numbers."""
-    require(type(value) in (int, float), f"expected a number, got {str(value)[:40]!r}")
-    require(low <= value <= high, f"expected a number from {low} to {high}, got {value}")
+    fits = type(value) in (int, float) and low <= value <= high
+    require(fits, f"expected a number from {low} to {high}")
     return value
 
 
 def integer(value, low=1, high=MAX_ENTRIES):
     """A whole number of a JSON document in a range."""
-    require(type(value) is int, f"expected a whole number, got {str(value)[:40]!r}")
+    require(type(value) is int, "expected a whole number")
     return number(value, low, high)
 
 
-def integers(values, count, low=1, high=4096):
-    """A list of whole numbers."""
-    require(type(values) is list, "expected a list")
-    require(len(values) == count, f"expected a list of {count} whole numbers")
-    return [integer(value, low, high) for value in values]
+def integers(values, count, low=1):
+    """A list of whole numbers of a JSON document."""
+    require(type(values) is list and len(values) == count, f"expected {count} whole numbers")
+    return np.array([integer(value, low) for value in values], int)
 
 
-# --- the files -------------------------------------------------------------------------------------------------------
+def unique(pairs):
+    """The dictionary of some pairs, in which no key occurs twice."""
+    require(len(dict(pairs)) == len(pairs), "a key occurs twice")
+    return dict(pairs)
 
 
 def read_json(text):
-    """JSON in which no key occurs twice."""
-
-    def unique(pairs):
-        require(len(dict(pairs)) == len(pairs), "a key occurs twice")
-        return dict(pairs)
-
+    """A JSON document."""
+    require(len(text) <= MAX_TEXT, "a JSON document is too long")
     return json.loads(text, object_pairs_hook=unique)
 
 
 def read_tensors(content):
-    """The tensors of a safetensors file: eight bytes with the length of a JSON header, the header, raw numbers."""
+    """The tensors of a safetensors file: the length of a header in eight bytes, the header, raw numbers."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    require(begin <= len(content), "the header of a tensor file is longer than the file")
+    require(begin <= len(content), "a header is longer than its file")
     header = read_json(content[8:begin])
     header.pop("__metadata__", None)
     tensors = {}
+    # views, not copies: tensors that overlap need no memory
+    data = memoryview(content)[begin:]
     for name, entry in header.items():
-        start, stop = integers(entry["data_offsets"], 2, 0, len(content) - begin)
-        require(start <= stop, f"tensor {name} ends before it starts")
-        tensor = np.frombuffer(content[begin + start : begin + stop], DTYPES[entry["dtype"]])
-        require(np.isfinite(tensor).all(), f"tensor {name} is not finite")
+        start, stop = entry["data_offsets"]
+        tensor = np.frombuffer(data[start:stop], DTYPES[entry["dtype"]])
+        require((np.abs(tensor) < 1e100).all(), f"{name} is not finite, or too large")
         tensors[name] = tensor.reshape(entry["shape"])
     return tensors
 
 
+def read_file(folder, name):
+    """The bytes of a regular file."""
+    path = Path(folder, name)
+    require(path.is_file() and path.stat().st_size <= MAX_BYTES, f"{name} is missing, or too large")
+    return path.read_bytes()
+
+
 def read_bundle(folder):
     """The document of a bundle, and the tensors of its files by name."""
-    contents = {}
-    for path in Path(folder).iterdir():
-        if path.name in ("certificate.json", "weights.safetensors", "inputs.safetensors"):
-            require(
-                path.is_file() and path.stat().st_size <= MAX_BYTES,
-                f"{path.name} is no regular file, or too large",
-            )
-            contents[path.name] = path.read_bytes()
-    require("certificate.json" in contents, "certificate.json is missing")
-    document = read_json(contents["certificate.json"])
-    require(
-        document["format"] == "equipoise-bundle" and document["version"] == 1,
-        "not a bundle of version 1",
-    )
+    document = read_json(read_file(folder, "certificate.json"))
+    require(document["version"] == "equipoise-bundle 1", "not a bundle of this version")
     files = {}
     for name, digest in document["digests"].items():
-        require(name in contents, f"{name} is missing")
-        require(
-            hashlib.sha256(contents[name]).hexdigest() == digest,
-            f"{name} has another digest than the certificate",
-        )
-        files[name] = read_tensors(contents[name])
+        require(name in ("weights.safetensors", "inputs.safetensors"), "an unknown file")
+        content = read_file(folder, name)
+        same = hashlib.sha256(content).hexdigest() == digest
+        require(same, f"{name} has another digest than the certificate")
+        files[name] = read_tensors(content)
     return document, files
 
 
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-
 def gamma(n, unit=U):
-    """`n·u/(1 − n·u)`, rounded up; u may be an array."""
-    require(np.all(n * unit < 0.01), "a sum is too long for its rounding to be bounded")
+    """`n·u/(1 − n·u)`, rounded up."""
+    require(n * unit < 0.01, "a sum is too long for its rounding to be bounded")
     return n * unit / (1 - n * unit) * SLACK
 
 
 def norm(x):
     """The l2 norm of every sample, rounded up."""
-    flat = x.reshape(len(x), -1)
-    return np.sqrt(np.sum(flat * flat, axis=1)) * (1 + gamma(flat.shape[1] + 8)) + TINY
+    flat = x.reshape(-1, x.shape[-1])
+    return np.sqrt(np.sum(flat * flat, axis=0)) * (1 + gamma(len(flat) + 8)) + TINY
 
 
-def check_gram(gram, error, s):
-    """Prove `‖A‖ ≤ s` for a batch of Gram matrices `AA*`, computed with an error of at most `error` in the spectral norm.
+def check_norms(A, size, terms, s):
+    """Prove `‖A‖ ≤ s` for a batch of matrices with `‖A‖_F ≤ size`, computed with an error of `gamma(terms)·size`.
 
-    If Cholesky's algorithm runs to its end on `tI − G`, then `tI − G + E ⪰ 0` with `‖E‖ ≤ γ·trace ≤ γ·n·t` (Rump 2006). So
-    λ_max of the true Gram matrix is at most `t + γ·n·t + error`, and t is chosen such that this is at most s².
+    G is the Gram matrix `AA*` of the shorter side. If Cholesky's algorithm runs to its end on `tI − G`, then
+    `tI − G + E ⪰ 0` with `‖E‖ ≤ γ·trace ≤ γ·n·t` (Rump 2006). So λ_max of the true Gram matrix is at most
+    `t + γ·n·t + error`, and t is chosen such that this is at most s².
     """
-    n = gram.shape[-1]
+    if A.shape[-2] > A.shape[-1]:
+        A = A.swapaxes(-1, -2)
+    n, m = A.shape[-2:]
+    require(n <= 8192, "a matrix is too large")
+    error = 4 * gamma(8 * m + terms + 64) * size * size + TINIEST
     t = s * s * (1 - n * gamma(8 * n + 64)) - error
-    require(t > 0, "a norm is too small to be proved")
+    require(s > 0 and t > 0, "a norm is too small to be proved")
+    gram = A @ A.conj().swapaxes(-1, -2)
     try:
-        np.linalg.cholesky(t * np.eye(n) - gram)
+        factor = np.linalg.cholesky(t * np.eye(n) - gram)
     except np.linalg.LinAlgError:
         raise Rejected(f"a spectral norm is not proved to be at most {s!r}") from None
+    require(np.isfinite(factor).all(), "a Cholesky factor is not finite")
 
 
 def check_matrix(weight, s):
-    """Prove that the spectral norm of a matrix is at most s, by the Gram matrix of its shorter side."""
-    if weight.shape[0] > weight.shape[1]:
-        weight = weight.T
-    square = float(np.sum(weight * weight))
-    error = 2 * gamma(weight.shape[1] + 8) * square + TINY
-    check_gram(weight @ weight.T, error, s)
+    """Prove that the spectral norm of a matrix is at most s."""
+    check_norms(weight, norm(weight.reshape(-1, 1))[0], 0, s)
 
 
-# --- operations ------------------------------------------------------------------------------------------------------
+def check_convolution(layer, kernel, s):
+    """Prove that a convolution has a spectral norm of at most s.
+
+    With zero padding p on n pixels it is a part of the circular convolution on N ≥ n + 2p pixels, in which no window
+    wraps. That one is block diagonal in the Fourier basis, with the blocks `M(ω) = Σ_t K_t exp(iω·t)`; those of ω and −ω
+    are conjugates. With a stride q, taps t with different rests t mod q read different pixels: each rest has a block of
+    its own, in `t div q`, and the blocks stand side by side.
+
+    Large images are covered by a coarser grid: `u*M(ω)M(ω)*u` is a trigonometric polynomial of degree d, and exceeds its
+    maximum over n > 2d points at most by the factor `1/cos(πd/n)` in each dimension (Ehlich and Zeller 1964).
+    """
+    points = -(-layer.period // layer.stride)
+    degree = layer.reach // layer.stride
+    coarse = 32 * degree + 1
+    large = points > np.maximum(coarse, 64)
+    grid = np.where(large, coarse, points)
+    s = s * math.sqrt(np.cos(np.pi * degree / coarse)[large].prod()) / SLACK
+    require(np.prod(1.0 * grid) <= 2**20, "a convolution has too many frequencies")
+
+    taps = np.array(list(np.ndindex(*layer.kernel))) * layer.dilation
+    rests = taps % layer.stride
+    flat = kernel.reshape(*kernel.shape[:2], -1)
+    frequencies = np.array(list(np.ndindex(*grid[:-1], grid[-1] // 2 + 1))) / grid
+    # errors of the angles, of the exponentials, and of the sums over the taps
+    terms = 40 * int(layer.reach.sum()) + 8 * len(taps) + 400
+    for some in np.array_split(frequencies, 1 + len(frequencies) * flat.size // 2**22):
+        waves = np.exp(2j * np.pi * some @ (taps // layer.stride).T)
+        blocks = []
+        for rest in np.unique(rests, axis=0):
+            mine = (rests == rest).all(axis=1)
+            blocks.append(np.tensordot(waves[:, mine], flat[..., mine], (1, 2)))
+        check_norms(np.concatenate(blocks, axis=2), layer.scale, terms, s)
 
 
-@dataclass
-class Value:
-    """A batch of values of a node.
+#: What an operation does: values, Lipschitz constant, and its rounding error, at most `gamma(terms)·size`. `size` is a
+#: norm for every sample; it grows at most by `reach` times the distance of the input. The constants of several inputs
+#: are added, or, if `apart`, the root of their squares is taken: each changes other entries.
+Step = namedtuple("Step", "y factor terms size reach apart", defaults=(0, 0.0, 0.0, False))
 
-    `error` has two rows. The first bounds the l2 distance of x to the exact values. The second bounds the distance of what a
-    forward pass in float32 computes to the exact values, both at any input within the claimed radius.
+
+class Layer:
+    """A linear map of images of a given size: a convolution, or a dense layer, which is one without dimensions.
+
+    `scale` bounds its norm, also with absolute values of all weights, by the sum of the Frobenius norms of the taps;
+    `fan` is the largest number of terms of a sum; `entries` bounds memory.
     """
 
-    x: np.ndarray
-    error: np.ndarray
-    constant: float
+    def __init__(self, weight, geometry, size):
+        dims = len(size)
+        require(weight.ndim == dims + 2, "weight and image have different dimensions")
+        self.stride = integers(geometry["stride"], dims)
+        self.padding = integers(geometry["padding"], dims, 0)
+        self.dilation = integers(geometry["dilation"], dims)
+        self.circular = geometry["circular"]
+        # (groups, outputs, inputs, taps…)
+        self.weight = weight.reshape(integer(geometry["groups"]), -1, *weight.shape[1:])
+        self.kernel = weight.shape[2:]
+        taps = math.prod(self.kernel)
+        require(taps <= 2**16, "a kernel is too large")
+        self.scale = norm(weight.reshape(-1, taps)).sum() * SLACK
+        self.fan = max(self.weight.shape[1:3]) * taps + 2
 
+        self.reach = self.dilation * (np.array(self.kernel, int) - 1)
+        self.padded = np.array(size, int) + 2 * self.padding
+        self.positions = (self.padded - self.reach - 1) // self.stride + 1
+        require((self.positions > 0).all(), "a kernel is larger than its image")
+        channels = len(self.weight) * max(self.weight.shape[1:3])
+        self.entries = np.prod(1.0 * self.padded) * channels
+        require(self.entries <= MAX_ENTRIES, "a layer is too large")
+        self.period = self.padded
+        if self.circular:
+            self.period = self.positions * self.stride
+            require((self.period == size).all(), "a circular convolution that changes the size")
 
-@dataclass
-class Step:
-    """What an operation does: values, Lipschitz constant, and its rounding error, at most `gamma(terms)·size`.
+    def part(self, image, tap):
+        """The entries of padded images that meet a tap of the kernel, one for every output."""
+        start = self.dilation * tap
+        stop = start + self.stride * (self.positions - 1) + 1
+        window = [slice(*ends) for ends in zip(start, stop, self.stride)]
+        return image[(slice(None), *window)]
 
-    `size` is a norm for every sample; it grows at most by `reach` times the distance of the input.
-    """
+    def apply(self, x, weight):
+        """The layer with this weight, its own or that in absolute values."""
+        widths = [(0, 0), *zip(self.padding, self.padding), (0, 0)]
+        image = np.pad(x, widths, "wrap" if self.circular else "constant")
+        groups, outputs, inputs = weight.shape[:3]
+        require(len(x) == groups * inputs, "a layer takes another number of channels")
+        y = 0.0
+        for tap in np.ndindex(*self.kernel):
+            columns = self.part(image, tap).reshape(groups, inputs, -1)
+            y = y + weight[(..., *tap)] @ columns
+        return y.reshape(groups * outputs, *self.positions, x.shape[-1])
 
-    y: np.ndarray
-    factor: float
-    terms: int = 0
-    size: np.ndarray | float = 0.0
-    reach: float = 0.0
+    def check(self, s):
+        """Prove that the spectral norm is at most s, group by group."""
+        for weight in self.weight:
+            if self.kernel:
+                check_convolution(self, weight, s)
+            else:
+                check_matrix(weight, s)
 
 
 def linear(network, node, x):
-    """A dense layer, `Wx + b`; its claimed norm is proved the first time."""
-    weight = network.tensor(node, "weight")
-    require(weight.ndim == x.ndim == 2, f"{node['name']}: expected a matrix and a vector")
-    if node["name"] not in network.proved:
-        check_matrix(weight, number(node["upper"]))
-        network.proved[node["name"]] = weight
-    frobenius = float(norm(weight.reshape(1, -1))[0])
-    size = norm(np.abs(x) @ np.abs(weight.T))
-    step = Step(x @ weight.T, node["upper"], weight.shape[1] + 2, size, frobenius)
-    return add_bias(network, node, step)
+    """A dense layer or a convolution, `Wx + b`."""
+    layer = network.layer(node, x.shape[1:-1])
+    y = layer.apply(x, layer.weight)
+    bias = network.repeated(node, "bias", y)
+    size = network.size(layer, x) + norm(bias)
+    return Step(y + bias, node["upper"], layer.fan, size, layer.scale)
 
 
-def add_bias(network, node, step):
-    """The bias of a layer, with its share of the rounding."""
-    if "bias" in node["weights"]:
-        shape = step.y[:1].shape
-        bias = np.broadcast_to(network.tensor(node, "bias"), shape)
-        step.y = step.y + bias
-        step.size = step.size + norm(bias)
-    return step
+def shift(network, node, x):
+    """A constant is added."""
+    y = x + network.repeated(node, "value", x)
+    return Step(y, 1.0, 2, norm(y), 1.0)
+
+
+def scale(network, node, x):
+    """Multiplication or division by a constant."""
+    value = network.repeated(node, "value", x)
+    if node["op"] == "divide":
+        value = 1 / value
+    factor = np.abs(value).max() * SLACK
+    return Step(x * value, factor, 4, norm(x * value), factor)
 
 
 def add(network, node, *parts):
     """A sum of values."""
-    require(len({part.shape for part in parts}) == 1, "a sum of different shapes")
-    require(len(parts) <= 64, "a sum of too many values")
+    same = len({part.shape for part in parts}) == 1
+    require(same and len(parts) <= 64, "a sum of different shapes, or of too many values")
     return Step(sum(parts), 1.0, len(parts), sum(norm(part) for part in parts), len(parts))
+
+
+def absolute(network, node, x):
+    """Absolute values of the first channels, or of all."""
+    count = integer(node.get("count", len(x)))
+    return Step(np.concatenate([np.abs(x[:count]), x[count:]]), 1.0)
 
 
 def relu(network, node, x):
@@ -235,162 +301,163 @@ def relu(network, node, x):
 
 def reshape(network, node, x):
     """The entries of every sample in another shape."""
-    shape = [integer(n) for n in node["shape"]]
-    return Step(x.reshape(len(x), *shape), 1.0)
+    shape = integers(node["shape"], len(node["shape"]))
+    return Step(x.reshape(*shape, x.shape[-1]), 1.0)
 
 
-OPERATIONS = {"linear": linear, "add": add, "relu": relu, "reshape": reshape}
+def gather(network, node, x):
+    """Entries are moved, left out or repeated: y[i] = x[index[i]], or 0 where the index is −1."""
+    index = network.tensors[node["weights"]["index"]]
+    entries = np.pad(x.reshape(-1, x.shape[-1]), ((0, 1), (0, 0)))
+    require(index.dtype == np.int64 and index.min() >= -1, "expected places, or −1")
+    require(index.max() < len(entries), "a place outside of the value")
+    repeated = np.bincount(index.ravel() + 1)[1:].max()
+    return Step(entries[index], math.sqrt(repeated) * SLACK)
 
 
-# --- networks --------------------------------------------------------------------------------------------------------
+OPERATIONS = {"linear": linear, "convolution": linear, "reshape": reshape, "gather": gather}
+OPERATIONS |= {"shift": shift, "scale": scale, "divide": scale}
+OPERATIONS |= {"add": add, "abs": absolute, "relu": relu}
+
+#: The values of a node for a batch; `error` bounds the l2 distance of every sample to the exact values, `constant` the
+#: Lipschitz constant from the input, `deployed` the distance of values computed in float32 (see `check_deployed.py`).
+Value = namedtuple("Value", "x error constant deployed", defaults=(0.0,))
 
 
 class Network:
-    """The nodes of a bundle; norms are proved when a node is evaluated for the first time."""
+    """The nodes of a bundle. A first evaluation proves their norms, and gives the Lipschitz constant."""
 
     def __init__(self, document, tensors):
         self.nodes = document["nodes"]
-        require(
-            type(self.nodes) is list and 0 < len(self.nodes) <= MAX_NODES, "no nodes, or too many"
-        )
-        names = {"input", *[node["name"] for node in self.nodes]}
-        require(len(names) == len(self.nodes) + 1, "a node's name occurs twice")
-        self.shape = integers(document["input_shape"], len(document["input_shape"]), 1, MAX_ENTRIES)
         self.tensors = tensors
-        self.proved = {}
-        #: unit roundoff of this program, and of the deployed network (0: not claimed)
-        self.units = np.array([[U], [0.0]])
-        self.largest = math.prod(self.shape)
-        require(0 < self.largest <= MAX_ENTRIES, "impossible input shape")
-        self.constant = self.evaluate(np.zeros((1, *self.shape)), np.zeros(1)).constant
+        shape = document["input_shape"]
+        self.shape = tuple(integers(shape, len(shape)))
+        self.entries = np.prod(1.0 * np.array(self.shape))
+        require(self.entries <= MAX_ENTRIES, "the inputs are too large")
+        self.proved = False
+        self.constant = self.evaluate(np.zeros((*self.shape, 1)), np.zeros(1)).constant
+        self.proved = True
 
     def tensor(self, node, name):
         """A weight of a node in float64."""
-        return self.tensors[node["weights"][name]].astype(np.float64)
+        stored = self.tensors[node["weights"][name]]
+        require(stored.dtype.kind == "f", "weights are floating-point numbers")
+        return stored.astype(np.float64)
+
+    def repeated(self, node, name, x):
+        """A weight of a node, repeated to the shape of x for all samples."""
+        return np.broadcast_to(self.tensor(node, name)[..., None], x.shape)
+
+    def layer(self, node, size):
+        """The linear layer of a node on images of this size; its claimed norm is proved the first time."""
+        layer = Layer(self.tensor(node, "weight"), node, size)
+        if not self.proved:
+            layer.check(number(node["upper"]))
+            self.entries += layer.entries
+        return layer
+
+    def size(self, layer, x):
+        """A bound of the norm of `|W||x|`, for every sample."""
+        return layer.scale * norm(x)
 
     def evaluate(self, x, radii):
-        """The value of the last node for a batch of inputs; deployed, for all inputs within these radii.
-
-        Errors and constants behind an operation are those before it times its factor; errors also have its own rounding.
-        """
-        values = {"input": Value(x, np.stack([U * norm(x), np.zeros(len(x))]), 1.0)}
+        """The value of the last node for a batch of inputs; `radii` matter for deployed networks."""
+        values = {"input": Value(x, U * norm(x), 1.0)}
         for node in self.nodes:
-            require(
-                node["op"] in OPERATIONS,
-                f"unknown operation {node['op']!r}; check_layers.py knows more",
-            )
-            inputs = [values[name] for name in node["inputs"]]
-            step = OPERATIONS[node["op"]](self, node, *[value.x for value in inputs])
-            require(
-                len(step.y) == len(x) and 0 < step.y.size <= MAX_ENTRIES,
-                f"{node['name']}: impossible size",
-            )
-            error = sum(value.error for value in inputs)
-            constant = sum(value.constant for value in inputs)
+            name, op = node["name"], node["op"]
+            known = op in OPERATIONS
+            require(known and name not in values, f"{name}: unknown operation, or not a new name")
+            inputs = [values[source] for source in node["inputs"]]
+            try:
+                step = OPERATIONS[op](self, node, *[value.x for value in inputs])
+                values[name] = self.bound(step, inputs, radii)
+            except Rejected as reason:
+                raise Rejected(f"{name}: {reason}") from None
+        return values[name]
 
-            # how far the values of a deployed network may be from x
-            drift = constant * radii + error.sum(axis=0)
-            sizes = np.stack([step.size + 0 * drift, step.size + step.reach * drift])
-            require((sizes < OVERFLOW)[self.units[:, 0] > 0].all(), f"{node['name']}: overflow")
-            rounding = gamma(step.terms, self.units) * sizes
-            error = (step.factor * error + rounding) * SLACK + UNDERFLOW
-            value = Value(step.y, error, step.factor * constant * SLACK)
-            require(
-                np.isfinite(step.y).all() and value.constant < 1e200, f"{node['name']}: overflow"
-            )
-            self.largest = max(self.largest, step.y[0].size)
-            values[node["name"]] = value
-        return value
+    def bound(self, step, inputs, radii):
+        """Errors and constants of the inputs, times the factor of a step; errors also have its own rounding."""
+        total = np.linalg.norm if step.apart else np.sum
+        error = step.factor * total([value.error for value in inputs], axis=0)
+        error = (error + gamma(step.terms) * step.size) * SLACK + TINIEST
+        constant = step.factor * total([value.constant for value in inputs]) * SLACK
+        # no product of constants underflows; numbers that overflow are not finite any more
+        require(1e-150 < constant < 1e150, "a Lipschitz constant out of range")
+        require(np.isfinite(step.y).all() and np.isfinite(error).all(), "overflow")
+        require(step.y.ndim > 1 and step.y.shape[-1] == len(radii), "samples without channels")
+        if not self.proved:
+            self.entries += step.y.size
+            require(self.entries <= MAX_ENTRIES, "the network is too large")
+        return Value(step.y, error, constant)
 
-    def pairs(self, classes):
-        """Lipschitz constants of `z_i − z_j` for all pairs of classes; sharper behind a last dense layer."""
-        pairs = np.full((classes, classes), math.sqrt(2) * self.constant * SLACK)
+    def pairs(self, labels):
+        """Lipschitz constants of `z_y − z_j` for labels y (columns) and all classes j (rows)."""
         last = self.nodes[-1]
-        if last["op"] == "linear":
-            weight = self.tensor(last, "weight")
-            trunk = self.constant / last["upper"] * SLACK
-            for row, target in zip(weight, pairs):
-                np.minimum(target, norm(row - weight) * trunk * SLACK, out=target)
-        return pairs
-
-
-# --- claims ----------------------------------------------------------------------------------------------------------
+        if last["op"] != "linear" or last["groups"] != 1:
+            return math.sqrt(2) * self.constant * SLACK
+        weight = self.tensor(last, "weight").T
+        trunk = self.constant / last["upper"] * SLACK
+        pairs = {y: norm(weight - weight[:, [y]]) * trunk for y in set(labels.tolist())}
+        return np.stack([pairs[y] for y in labels.tolist()], axis=1)
 
 
 def provable_radii(network, batch, labels, radii):
-    """The largest radius that is proved for each input, 0 where its label does not win; deployed, if it is at most `radii`.
+    """The largest radius that is proved for each input, 0 where its label does not win.
 
-    With z the logits and e their error, `z_y − z_j − 2e ≥ r·K_yj` for every other class j, K_yj the constant of `z_y − z_j`.
+    With z the logits and e their error: `z_y − z_j − 2e ≥ r·K_yj` for every other class j, K_yj the constant of
+    `z_y − z_j`. Radii of deployed networks are proved if they are at most `radii`.
     """
     value = network.evaluate(batch, radii)
     z = value.x
-    rows = np.arange(len(batch))
     require(z.ndim == 2, "the network does not end in a vector of logits")
-    require(((labels >= 0) & (labels < z.shape[1])).all(), "a label is not one of the classes")
-    used = value.error if network.units[1, 0] else value.error[:1]
-    error = 2 * used.sum(axis=0) + 4 * U * norm(z)
-    margins = z[rows, labels][:, None] - z - error[:, None]
-    constants = np.maximum(network.pairs(z.shape[1])[labels], TINY)
-    ratios = np.maximum(margins, 0) / (constants * SLACK)
-    ratios[rows, labels] = np.inf
-    return ratios.min(axis=1) / SLACK
+    require(((labels >= 0) & (labels < len(z))).all(), "a label is not one of the classes")
+    columns = np.arange(len(labels))
+    error = 2 * (value.error + value.deployed) + 4 * U * norm(z)
+    margins = z[labels, columns] - z - error
+    ratios = np.maximum(margins, 0) / (network.pairs(labels) * SLACK + TINIEST)
+    ratios[labels, columns] = np.inf
+    return ratios.min(axis=0) / SLACK
 
 
 def read_inputs(network, inputs, claim):
     """Inputs, labels and radii of a claim, and the counts of inputs that it states, in words."""
-    x = inputs["x"]
-    labels = inputs["labels"]
-    radii = inputs[claim["radii"]]
-    require(
-        labels.dtype == np.int64 and labels.shape == (len(x),),
-        "expected a whole number as label of every input",
-    )
-    require(
-        radii.dtype == np.float64 and radii.shape == (len(x),),
-        "expected a radius in float64 for every input",
-    )
-    require((radii >= 0).all() and (radii < 1e100).all(), "a radius is negative or too large")
-    require(
-        list(x.shape[1:]) == network.shape, "the inputs have another shape than the network takes"
-    )
+    x, labels, radii = [inputs[name] for name in ("x", "labels", claim["radii"])]
+    require(x.shape[1:] == network.shape, "the network takes inputs of another shape")
+    require(x.dtype != np.int64, "inputs are bytes or floating-point numbers")
+    require(labels.dtype == np.int64 and radii.dtype == np.float64, "expected labels and radii")
+    require(labels.shape == radii.shape == x.shape[:1], "every input has a label and a radius")
+    require(((radii >= 0) & (radii < 1e100)).all(), "a radius is negative or too large")
     sentences = []
     for epsilon, count in claim["certified"].items():
         distance = number(float(epsilon))
-        require(
-            integer(count, 0) <= (radii >= distance).sum(),
-            f"fewer inputs are certified at {distance}",
-        )
+        enough = integer(count, 0) <= (radii >= distance).sum()
+        require(enough, f"fewer than {count} inputs are certified at {distance}")
         sentences.append(f"{count} inputs keep their label within l2 distance {distance}")
     return x, labels, radii, sentences
+
+
+def batches(network, x, chosen):
+    """Batches of the chosen inputs, with their places, in float64; few enough for the memory."""
+    size = max(1, min(500, int(2**25 / network.entries)))
+    for start in range(0, len(chosen), size):
+        some = chosen[start : start + size]
+        yield some, np.moveaxis(x[some], 0, -1).astype(np.float64)
 
 
 def check_radii(network, inputs, claim):
     """Prove that no perturbation of an input within its claimed radius changes its label; radius 0 claims nothing."""
     x, labels, radii, sentences = read_inputs(network, inputs, claim)
     divisor = integer(claim["divisor"])
-    if "deployed" in claim:
-        require(claim["deployed"] == "float32", "only float32 can be claimed of a deployed network")
-        exact = all(tensor.dtype != np.float64 for tensor in network.tensors.values())
-        require(exact, "a network in float32 has weights in float32")
-        network.units = np.array([[U], [FLOAT32]])
-        sentences = [f"{sentence}, executed in float32" for sentence in sentences]
-    claimed = np.flatnonzero(radii)
-    size = max(1, min(500, 2**25 // network.largest))
-    for start in range(0, len(claimed), size):
-        chosen = claimed[start : start + size]
-        batch = x[chosen].astype(np.float64) / divisor
-        proved = provable_radii(network, batch, labels[chosen], radii[chosen])
-        for index in chosen[~(radii[chosen] <= proved)]:
+    for some, batch in batches(network, x, np.flatnonzero(radii)):
+        proved = provable_radii(network, batch / divisor, labels[some], radii[some])
+        for index in some[~(radii[some] <= proved)]:
             raise Rejected(f"input {index}: the radius {radii[index]} is not proved")
     return sentences
 
 
 def check_lipschitz(network, inputs, claim):
     """Prove a Lipschitz constant of the whole network."""
-    require(
-        network.constant <= number(claim),
-        f"the network is proved {network.constant!r}-Lipschitz only",
-    )
+    require(network.constant <= number(claim), f"proved is the constant {network.constant} only")
     return [f"Lipschitz constant at most {claim} in the l2 norm"]
 
 
@@ -403,23 +470,22 @@ def check(folder):
     network = None
     if "weights.safetensors" in files:
         network = Network(document, files["weights.safetensors"])
-    require(document["claims"], "nothing is claimed")
     proved = []
     for name, claim in document["claims"].items():
-        require(name in CLAIMS, f"this program does not check claims of the kind {name!r}")
+        require(name in CLAIMS, f"this program does not check claims of the kind {name}")
         proved += CLAIMS[name](network, files.get("inputs.safetensors"), claim)
+    require(proved, "nothing is claimed")
     return proved
 
 
 def run(check):
-    """Check the bundle that is named on the command line, and print the verdict; exit code 0 if it is accepted."""
+    """Check the bundle that is named on the command line, and print the verdict."""
+    np.seterr(all="ignore")
     try:
-        with np.errstate(all="ignore"):
-            proved = check(sys.argv[1])
+        proved = check(sys.argv[1])
     except Exception as error:  # a malformed bundle is rejected, whatever it breaks
-        kind = "" if isinstance(error, Rejected) else f"malformed bundle ({type(error).__name__}): "
-        print(f"REJECTED: {kind}{str(error)[:300]}")
-        sys.exit(1)
+        kind = "" if isinstance(error, Rejected) else f"malformed bundle, {type(error).__name__}: "
+        sys.exit(f"REJECTED: {kind}{str(error)[:300]}")
     print("\n  ".join(["ACCEPTED", *proved]))
 
 

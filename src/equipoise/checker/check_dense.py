@@ -22,39 +22,9 @@ from fractions import Fraction
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import (
-        CLAIMS,
-        TINY,
-        Network,
-        Rejected,
-        U,
-        check_matrix,
-        gamma,
-        integer,
-        norm,
-        number,
-        read_bundle,
-        read_inputs,
-        require,
-        run,
-    )
+    from equipoise.checker.check import *
 else:
-    from check import (
-        CLAIMS,
-        TINY,
-        Network,
-        Rejected,
-        U,
-        check_matrix,
-        gamma,
-        integer,
-        norm,
-        number,
-        read_bundle,
-        read_inputs,
-        require,
-        run,
-    )
+    from check import *
 
 #: covers the rounding of sums of up to a million positive numbers
 WIDER = 1 + 1e-9
@@ -79,9 +49,7 @@ def dense_layers(network):
         expected = "relu" if op == "linear" else "linear"
         if op == "linear":
             weight = network.tensor(node, "weight")
-            bias = (
-                network.tensor(node, "bias") if "bias" in node["weights"] else np.zeros(len(weight))
-            )
+            bias = network.tensor(node, "bias")
             require(bias.shape == (len(weight),), f"{previous}: a bias of another size")
             layers.append((weight, bias))
     require(expected == "relu", "expected a dense layer at the end")
@@ -110,7 +78,7 @@ class Ball:
         size = (np.abs(x) + radius) * WIDER
         for k, (weight, bias) in enumerate(layers):
             absolute = np.abs(weight)
-            moved = absolute @ self.moved[-1] * WIDER if k else norm(weight)
+            moved = absolute @ self.moved[-1] * WIDER if k else norm(weight.T)
             self.moved.append(moved)
             self.spread.append(self.unit(k) * (absolute @ size + np.abs(bias)) + TINY)
             slip = (
@@ -122,6 +90,9 @@ class Ball:
             unit = np.eye(len(bias))
             self.low.append(self.lower(k, unit))
             self.high.append(-self.lower(k, -unit))
+            require(
+                np.isfinite([self.low[k], self.high[k]]).all(), "the range of a neuron overflows"
+            )
             value = np.maximum(value, 0)
             size = np.maximum(self.high[k], 0)
 
@@ -144,7 +115,7 @@ class Ball:
                 constant = constant + negative @ offset
                 error = error - self.unit(i) * (negative @ offset)
                 rows = np.maximum(rows, 0) * below + negative * above
-        reach = self.radius * norm(rows) * WIDER
+        reach = self.radius * norm(rows.T) * WIDER
         value = rows @ self.x + constant
         error = error + gamma(len(self.x) + 16) * (np.abs(rows) @ np.abs(self.x))
         return (
@@ -195,6 +166,7 @@ class Ball:
         """The margins that the ranges do not prove positive on the ball, as rows, divided by their values at the centre."""
         logits = self.centre[-1]
         unit = np.eye(len(logits))
+        require(0 <= label < len(logits), "the label is not one of the classes")
         margins = np.delete(unit[label] - unit, label, axis=0)
         lost = np.abs(margins) @ (self.slip[-1] * WIDER + 4 * U * np.abs(logits))
         values = margins @ logits - lost
@@ -225,7 +197,7 @@ class Ball:
         L = (1 - 1e-9) / self.radius
         scale = np.concatenate([sigma, np.full(len(margins), L)])
         R = np.concatenate([C, D * sigma], axis=1) / scale[:, None]
-        error = norm((slack / scale)[None]) + 16 * U * norm(R.reshape(1, -1))
+        error = norm((slack / scale)[:, None]) + 16 * U * norm(R.reshape(-1, 1))
         check_matrix(R, float(1 - error[0] * WIDER))
 
 
@@ -250,18 +222,13 @@ CLAIMS["local"] = check_local
 # --- exact ---
 
 
-def integers_of(array):
-    """Integers n and an exponent e with `array = n/2^e`, exactly."""
-    mantissa, exponent = np.frexp(np.asarray(array, dtype=np.float64))
-    whole = (mantissa * 2.0**53).astype(np.int64).astype(object)
-    exponent = np.where(whole == 0, 0, exponent.astype(object) - 53)
-    lowest = int(exponent.min())
-    require(lowest > -1200, "a number is too small")
-    lowest = min(0, lowest)
-    return whole * 2 ** (exponent - lowest), -lowest
+def integers_of(array, unit):
+    """The entries times the unit, as integers: exact, since the unit is a large power of two."""
+    entries = [int(Fraction(entry) * unit) for entry in array.ravel().tolist()]
+    return np.array(entries, object).reshape(array.shape)
 
 
-def check_norm(weight, s):
+def check_norm(weight, unit, s):
     """Prove `‖W‖ ≤ s`: `s²I − WWᵀ − LLᵀ` is diagonally dominant, so `WWᵀ ⪯ s²I`; L is a rounded Cholesky factor."""
     if weight.shape[0] > weight.shape[1]:
         weight = weight.T
@@ -271,70 +238,64 @@ def check_norm(weight, s):
         factor = np.linalg.cholesky(np.eye(n) * (s * s * (1 - 2.0**-30)) - weight @ weight.T)
     except np.linalg.LinAlgError:
         raise Rejected(reason) from None
-    whole, e = integers_of(weight)
-    unit = 2 ** max(0, BITS - int(np.ceil(np.log2(s))))
-    witness = np.rint(factor * unit).astype(np.int64).astype(object)
 
-    # everything times the common denominator of s², W and L
-    square = Fraction(s) ** 2
-    rest = -whole.dot(whole.T) * (square.denominator * unit**2) - witness.dot(witness.T) * (
-        square.denominator * 4**e
-    )
-    rest[np.diag_indices(n)] += square.numerator * unit**2 * 4**e
+    # W, L and s times a common denominator
+    step = 2 ** max(0, BITS - int(np.ceil(np.log2(s))))
+    whole = integers_of(weight, unit) * step
+    witness = np.rint(factor * step).astype(np.int64).astype(object) * unit
+    square = (Fraction(s) * unit * step) ** 2
+    rest = (whole.dot(whole.T) + witness.dot(witness.T)) * -square.denominator
+    rest[np.diag_indices(n)] += square.numerator
+
     diagonal = rest.diagonal()
     others = np.abs(rest).sum(axis=1) - np.abs(diagonal)
     require((diagonal >= others).all(), reason)
 
 
-def logits(layers, x, divisor):
-    """Integers n and a denominator d: the logits are `n/d`."""
-    value, e = integers_of(x.ravel())
-    denominator = 2**e * divisor
-    for index, (weight, power, bias, bias_power) in enumerate(layers):
-        if index:
-            value = np.maximum(value, 0)
-        value = weight.dot(value) * 2**bias_power + bias * (denominator * 2**power)
-        denominator *= 2 ** (power + bias_power)
-    return value, denominator
-
-
 def check_exact(folder):
     """Check every claim of a bundle; returns the claims that were proved, in words."""
     document, files = read_bundle(folder)
-    network = Network(document, files["weights.safetensors"])
+    tensors = files["weights.safetensors"]
+    inputs = files["inputs.safetensors"]
     claims = document["claims"]
-    require(
-        set(claims) == {"lipschitz", "radii"},
-        "exact checks are for bundles with a constant and radii",
-    )
-    require("deployed" not in claims["radii"], "exact checks are not for deployed networks")
+    require(set(claims) == {"lipschitz", "radii"}, "exact are a constant and radii only")
+    network = Network(document, tensors)
+    double = any(tensor.dtype == np.float64 for tensor in [inputs["x"], *tensors.values()])
+    unit = 2 ** (1074 if double else 149)
+
     layers = []
     constant = Fraction(1)
-    norms = [node["upper"] for node in network.nodes if node["op"] == "linear"]
+    norms = [float(node["upper"]) for node in network.nodes if node["op"] == "linear"]
     for (weight, bias), s in zip(dense_layers(network), norms):
-        check_norm(weight, float(s))
+        check_norm(weight, unit, s)
         trunk = constant
         constant *= Fraction(s)
-        layers.append((*integers_of(weight), *integers_of(bias)))
-    require(
-        constant <= Fraction(number(claims["lipschitz"])), "the Lipschitz constant is not proved"
-    )
+        layers.append((integers_of(weight, unit), integers_of(bias, unit)))
+    proved = check_lipschitz(network, inputs, claims["lipschitz"])
+    require(constant <= claims["lipschitz"], "the Lipschitz constant is not proved")
 
-    x, labels, radii, sentences = read_inputs(network, files["inputs.safetensors"], claims["radii"])
+    x, labels, radii, sentences = read_inputs(network, inputs, claims["radii"])
     divisor = integer(claims["radii"]["divisor"])
-    rows, e = layers[-1][:2]
+    rows = layers[-1][0]
     require(((labels >= 0) & (labels < len(rows))).all(), "a label is not one of the classes")
     for index in np.flatnonzero(radii):
-        value, denominator = logits(layers, x[index], divisor)
+        # the values are integers over a denominator
+        value = integers_of(x[index].ravel(), unit)
+        denominator = unit * divisor
+        for k, (weight, bias) in enumerate(layers):
+            if k:
+                value = np.maximum(value, 0)
+            value = weight.dot(value) + bias * denominator
+            denominator *= unit
+
         label = labels[index]
-        scaled = (Fraction(radii[index]) * trunk) ** 2 / 4**e
+        distance = Fraction(radii[index]) * trunk / unit
         for rival in range(len(rows)):
             margin = Fraction(value[label] - value[rival], denominator)
-            square = scaled * sum((rows[label] - rows[rival]) ** 2)
-            proved = rival == label or (margin > 0 and margin**2 >= square)
-            require(proved, f"input {index}: the radius {radii[index]} is not proved")
-    constant_proved = f"Lipschitz constant at most {claims['lipschitz']} in the l2 norm"
-    return [f"{sentence}, exactly" for sentence in [constant_proved, *sentences]]
+            square = distance**2 * sum((rows[label] - rows[rival]) ** 2)
+            enough = rival == label or (margin > 0 and margin**2 > square)
+            require(enough, f"input {index}: the radius {radii[index]} is not proved")
+    return [f"{sentence}, exactly" for sentence in [*proved, *sentences]]
 
 
 if __name__ == "__main__":

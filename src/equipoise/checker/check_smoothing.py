@@ -13,14 +13,14 @@ procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise
 
 import itertools
 import math
-from decimal import Decimal, getcontext
+from decimal import Decimal, localcontext
 from functools import lru_cache
 from statistics import NormalDist
 
 if __package__:
-    from equipoise.checker.check import CLAIMS, integer, number, require
+    from equipoise.checker.check import *
 else:
-    from check import CLAIMS, integer, number, require
+    from check import *
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
 
@@ -169,8 +169,14 @@ PROCEDURES = {"bounds": check_bounds, "joint": check_joint}
 
 
 def check_smoothing(network, inputs, claim):
+    """Prove the radius of every row, with sixty digits."""
+    with localcontext() as context:
+        context.prec = 60
+        return check_rows(claim)
+
+
+def check_rows(claim):
     """Prove the radius of every row."""
-    getcontext().prec = 60
     sigma = Decimal(number(claim["sigma"]))
     number(claim["alpha"], 1e-15, 0.5)
     integer(claim["n"], 1, 10**6)

@@ -114,18 +114,14 @@ def check_arguments(arguments: Any, where: str, most: int = _INTEGER) -> dict[st
             f"{where}: arguments must be an object of names and values, got {type(arguments).__name__}"
         )
     for key, value in arguments.items():
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("__"):
-            raise InputError(f"{where}: {str(key)[:60]!r} is no name of an argument")
+        if not key.isidentifier() or key.startswith("__"):
+            raise InputError(f"{where}: {key[:60]!r} is no name of an argument")
         leaves = pytree.tree_leaves(value)
-        plain = len(leaves) <= _LENGTH
-        for leaf in leaves:
-            size, limit = (
-                (len(leaf), _TEXT)
-                if isinstance(leaf, str)
-                else (abs(leaf or 0), min(most, _INTEGER))
-            )
-            plain = plain and size <= limit  # NaN is not
-        if not plain:
+        plain = [  # NaN is not
+            len(leaf) <= _TEXT if isinstance(leaf, str) else abs(leaf or 0) <= min(most, _INTEGER)
+            for leaf in leaves
+        ]
+        if not all(plain) or len(leaves) > _LENGTH:
             raise Refused(
                 f"{where}: the argument {key!r} must be a number within ±{most:,}, a text of at most {_TEXT} letters, or lists "
                 f"and objects of at most {_LENGTH:,} of them"

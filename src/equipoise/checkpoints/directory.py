@@ -50,8 +50,6 @@ def save_checkpoint(
         input_shape: of one input.
         extra: kept in `config.json` under its own keys (epoch, metrics, certificate), never executed.
     """
-    from safetensors.torch import save
-
     folder = Path(folder)
     if not registered(factory):
         raise Refused(
@@ -64,17 +62,28 @@ def save_checkpoint(
         "input_shape": input_shape,
         **(extra or {}),
     }
-    state = {
-        name: value.detach().cpu().contiguous().clone()
-        for name, value in model.state_dict().items()
-    }
     make_folder(folder)
-    weights = save(state)
+    weights = tensor_bytes(model.state_dict())
     config["weights"] = digest_bytes(weights)
     config = sealed(config)
     atomic_write(folder / "model.safetensors", weights)
     atomic_write(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
     return folder
+
+
+def tensor_bytes(
+    tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> bytes:
+    """The content of a safetensors file.
+
+    Args:
+        tensors: by name; they may share memory.
+        metadata: texts for its header.
+    """
+    from safetensors.torch import save
+
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    return save(own, metadata)
 
 
 class Config(Document):

@@ -7,7 +7,6 @@ called, whoever registered a rule for them.
 """
 
 import functools
-import math
 import re
 from typing import Any
 
@@ -22,8 +21,9 @@ _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 _WRITTEN_OUT = frozenset({
     "__and__", "__or__", "__xor__", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_tensor_metadata",
     "_conj", "_convolution", "_native_batch_norm_legit", "_prelu_kernel", "_unsafe_index", "_weight_norm", "absolute",
-    "addcdiv", "addcmul", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "broadcast_tensors", "clip", "complex", "concatenate", "conj", "cosine_similarity",
+    "addcdiv", "addcmul", "addmm", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_tensors", "chunk", "clip", "complex", "concatenate", "conj",
+    "cosine_similarity", "cumsum",
     "diag", "diff", "divide", "dot", "einsum", "embedding", "eye", "fft_fft", "fft_fft2", "fft_ifft", "fft_ifft2",
     "fft_irfft", "fft_irfft2", "fft_rfft", "fft_rfft2", "fill", "frobenius_norm", "full", "full_like", "greater",
     "greater_equal", "gru", "gru_cell", "hstack", "imag", "inner", "inverse", "less", "less_equal", "lift",
@@ -35,8 +35,10 @@ _WRITTEN_OUT = frozenset({
     "not_equal", "one_hot", "ones", "ones_like", "outer", "positive", "qr", "real", "reflection_pad1d",
     "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
     "resolve_conj", "resolve_neg", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scalar_tensor",
-    "scaled_dot_product_attention", "std_mean", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim",
-    "tensordot", "tril_indices", "triu_indices", "true_divide", "var_mean", "vdot", "view_as_complex", "view_as_real",
+    "scaled_dot_product_attention", "split", "split_with_sizes", "std_mean", "subtract", "sum_to_size", "svd", "swapdims",
+    "take_along_dim",
+    "tensordot", "tril_indices", "triu_indices", "true_divide", "unbind", "unsafe_split", "var_mean", "vdot", "view_as_complex",
+    "view_as_real",
     "vstack", "zero", "zeros", "zeros_like",
 })  # fmt: skip
 #: operations that take as many steps as one of their dimensions is long
@@ -121,8 +123,10 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
             f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file"
         )
 
-    if "upsample" in operation:
-        _check_scales(operation, values)
+    # resizing kernels compute places from the stated scales, also where these do not fit the stated size
+    scales = [value for name, value in values.items() if name.startswith("scale")]
+    if "upsample" in operation and values.get("output_size") and any(scales):
+        raise Refused(f"{operation} has a size and scales: export it with one of the two")
 
     # two kernels that read as far as one of their arguments says
     if "attention" in operation and values["key"].shape[:-1] != values["value"].shape[:-1]:
@@ -134,24 +138,3 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
         raise Refused(
             f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}"
         )
-
-
-def _check_scales(operation: str, bound: dict[str, Any]) -> None:
-    """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
-    lengths = next(iter(bound.values())).shape
-    size = bound.get("output_size")
-    scales = bound.get("scale_factors") or [
-        value for key, value in bound.items() if key.startswith("scales")
-    ]
-    for place, scale in enumerate(scales):
-        if scale is None:
-            continue
-        length = lengths[place - len(scales)]
-        wanted = size[place] if size else max(1, math.floor(length * scale))
-        if (
-            not (math.isfinite(scale) and scale > 0)
-            or abs(length * scale - wanted) > 1 + 1e-3 * wanted
-        ):
-            raise Refused(
-                f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together"
-            )

@@ -57,7 +57,9 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
         raise InputError(f"{source} holds its own weights; leave out the weights file")
     if source.endswith(".pt2"):
         program, digest = read_program(source, batch)
-        return Loaded(source, program, _program_shape(program), digest=digest)
+        value = program_input(program)
+        shape = None if value is None else tuple(value.shape[1:])
+        return Loaded(source, program, shape, digest=digest)
     if source.endswith(".onnx"):
         return _onnx(source)
     if folder:
@@ -104,11 +106,6 @@ def program_input(program: ExportedProgram) -> torch.Tensor | None:
         n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names
     ]
     return values[0] if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
-
-
-def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
-    value = program_input(program)
-    return None if value is None else tuple(int(d) for d in value.shape[1:])
 
 
 def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,7 +71,7 @@ def curvature(
 
 def _hessian(
     model: str,
-    weights: Path | None,
+    weights: str | None,
     data: str,
     split: str | None,
     limit: int | None,

@@ -35,7 +35,7 @@ def norm(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="a .safetensors file, or a folder of them; they may be larger than memory",
+            help="a .safetensors file, the index (.json) of a sharded checkpoint, or a folder; may be larger than memory",
         ),
     ],
     input_size: Annotated[
@@ -48,6 +48,12 @@ def norm(
     only: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'"),
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            help="also the norms of this many blocks of rows of every matrix that allows it", min=2
+        ),
     ] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
@@ -68,6 +74,7 @@ def norm(
       equipoise norm model.safetensors
       equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
       equipoise norm model.safetensors --only 'layer1.*' --fail-above 1 --json
+      equipoise norm model.safetensors.index.json --only '*.q_proj.weight' --heads 32
     """
     from equipoise.core.bounds import format_down, format_up
     from equipoise.core.checks import require_positive
@@ -75,7 +82,7 @@ def norm(
     require_positive(rtol=rtol)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
     with messages().status(f"norms of {file.name} …"):  # only on a terminal
-        rows = list(weight_rows(file, only, rtol, size))
+        rows = list(weight_rows(file, only, rtol, size, heads))
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
@@ -124,14 +131,16 @@ def weight_rows(
     only: str | None = None,
     rtol: float = 1e-3,
     input_size: tuple[int, ...] | None = None,
+    heads: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One row per tensor of a file or of a folder of files, read and bounded one after the other.
 
     Args:
-        path: a safetensors file, or a folder that holds the parts of a model.
+        path: a safetensors file, the index file of a sharded checkpoint, or a folder that holds the parts of a model.
         only: a pattern for the names of the tensors.
         rtol: relative gap to reach.
         input_size: spatial size of the input of every convolution; None: any size.
+        heads: blocks of rows that get rows of their own, `NAME[0]` and so on, where the number of rows is a multiple.
 
     Returns:
         Rows with plain values; the status is `bracket`, `skipped` (nothing to bound, for example a bias) or `refused` (broken, or
@@ -141,6 +150,8 @@ def weight_rows(
     from equipoise.core.files import open_weights
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.suffix == ".json":
+        files = _indexed_files(path)
     count = 0
     for part in files:
         with open_weights(part) as weights:
@@ -157,19 +168,49 @@ def weight_rows(
                 row["status"] = "skipped" if row["note"] else "bracket"
                 if not row["note"]:
                     try:
-                        b = weight_bracket(weights.get_tensor(name), rtol, input_size)
-                        row |= {
-                            "lower": b.lower,
-                            "upper": b.upper,
-                            "gap": b.gap,
-                            "reached": b.reached,
-                        }
-                        row |= {"method": b.method, "note": b.note}
+                        weight = weights.get_tensor(name)
+                        row |= _columns(weight_bracket(weight, rtol, input_size))
                     except EquipoiseError as error:
                         row |= {"status": "refused", "note": str(error)}
                 yield row
+                if (
+                    heads
+                    and row["status"] == "bracket"
+                    and len(shape) == 2
+                    and shape[0] % heads == 0
+                ):
+                    for h, block in enumerate(weight.unflatten(0, (heads, -1))):
+                        head = {"name": f"{name}[{h}]", "shape": list(block.shape)}
+                        yield row | head | _columns(weight_bracket(block, rtol))
     if not count:
         raise InputError(f"{path} holds no tensor whose name matches {only or '*'!r}")
+
+
+def _columns(b: Bracket) -> dict[str, Any]:
+    ends = {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
+    return {**ends, "method": b.method, "note": b.note}
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that the index of a sharded checkpoint names, in its own folder."""
+    from equipoise.core.errors import InputError
+    from equipoise.core.files import read_json
+
+    document = read_json(index)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(x, str) for x in places.values())
+    ):
+        raise InputError(
+            f"{index} is not the index of a sharded checkpoint: expected a weight_map of file names"
+        )
+    names = sorted(set(places.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise InputError(f"{index} names {outside[0]!r}, a file outside its own folder")
+    return [index.parent / name for name in names]
 
 
 def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:

@@ -172,9 +172,8 @@ def require_number(
     expected = "a whole number" if whole else "a finite number"
     if least == POSITIVE:
         expected = "a positive number"
-    limits = [f"at least {least:g}"] if POSITIVE != least > -math.inf else []
+    elif least > -math.inf:
+        expected += f", at least {least:g}"
     if most < math.inf:
-        limits.append(f"at most {most:g}")
-    raise InputError(
-        f"{name} must be {', '.join([expected, ' and '.join(limits)][: 1 + bool(limits)])}, got {describe(value)}"
-    )
+        expected += f", at most {most:g}"
+    raise InputError(f"{name} must be {expected}, got {describe(value)}")

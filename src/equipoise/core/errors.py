@@ -22,18 +22,18 @@ class Refused(EquipoiseError):
     """The input is fine but the guarantee asked for cannot be given; the message says why and what to try."""
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean …?` where a known word is much like this one, else nothing.
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean …?` where one of the words is much like this one, else nothing.
 
     Args:
         word: what was typed.
-        known: the words there are.
+        words: the words there are.
         cutoff: how alike they must be, between 0 and 1.
 
     >>> did_you_mean("sed", ["seed", "sigma"]), did_you_mean("x", ["seed"])
     ("; did you mean 'seed'?", '')
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -19,7 +19,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -108,8 +108,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError:
-            with suppress(OSError):
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
 
@@ -156,22 +155,14 @@ def open_weights(path: str | Path) -> Iterator[Any]:
     """
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
-    pickled = path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}
-    hint = (
-        "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file"
-        if pickled
-        else ""
-    )
-    with open_regular(path) as plain:  # refuses pipes and devices before they are mapped
-        length = int.from_bytes(plain.read(8), "little")
-        if length > os.fstat(plain.fileno()).st_size:
-            raise InputError(
-                f"{path} is no complete safetensors file (its header is longer than the file){hint}"
-            )
-        parse_json(plain.read(length), f"the header of {path}")  # a name twice is two files in one
+    hint = ""
+    if Path(path).suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}:
+        hint = (
+            "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file"
+        )
     try:
-        with safe_open(path, "pt") as file:
+        # opened twice: pipes and devices are refused before they are mapped
+        with open_regular(path), safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, OSError, MemoryError) as error:
         raise InputError(
@@ -336,7 +327,7 @@ class Digest:
         return self
 
     def feed(self, content: bytes | memoryview) -> Digest:
-        """Take in bytes as they are: for contents whose lengths are told beforehand."""
+        """Take in bytes as they are: for contents whose lengths are taken in before."""
         self.sha.update(content)
         return self
 
@@ -373,7 +364,7 @@ def sealed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(document: Any, where: str, needed: bool = False) -> Any:
-    """The document without its digest; refused where the two do not fit. One without a digest is believed, unless `needed`.
+    """The document without its digest; refused where the two do not fit, or where there is none and it is `needed`.
 
     Args:
         document: the parsed JSON.

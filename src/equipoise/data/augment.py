@@ -50,9 +50,9 @@ def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tens
     padded = functional.pad(x, [padding] * 4)
     corners = torch.randint(
         2 * padding + 1, (len(x), 2), generator=generator, device=generator.device
-    ).to(x.device)
-    rows = corners[:, :1] + torch.arange(height, device=x.device)
-    columns = corners[:, 1:] + torch.arange(width, device=x.device)
-    images = torch.arange(len(x), device=x.device)[:, None, None]
-    crops = padded.permute(0, 2, 3, 1)[images, rows[:, :, None], columns[:, None, :]]
-    return fresh_strides(crops.permute(0, 3, 1, 2))
+    )
+    crops = [
+        image[:, row : row + height, column : column + width]
+        for image, (row, column) in zip(padded, corners.tolist(), strict=True)
+    ]
+    return torch.stack(crops)

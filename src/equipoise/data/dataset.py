@@ -50,9 +50,7 @@ class Source:
     @property
     def divisor(self) -> float:
         """What raw inputs are divided by."""
-        if self.scale is not None:
-            return self.scale
-        return 255.0 if self.dtype == np.uint8 else 1.0
+        return self.scale or (255.0 if self.dtype == np.uint8 else 1.0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +72,7 @@ class Dataset:
     name: str
     source: Source
     num_classes: int
-    all_labels: Ints
+    labels: Ints
     ids: Ints
     classes: tuple[str, ...] | None = None
 
@@ -160,17 +158,10 @@ class Dataset:
         """Shape of one input."""
         return self.source.shape
 
-    @functools.cached_property
-    def labels(self) -> Ints:
-        """The labels, in order; no input is read for them."""
-        return self.all_labels[self.ids]
-
     def batch(self, indices: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions, in this order."""
         positions = as_array(indices, "indices").reshape(-1)
-        x = torch.from_numpy(self._raw(positions)).to(torch.float32)
-        if self.source.divisor != 1.0:
-            x = x / self.source.divisor
+        x = torch.from_numpy(self._raw(positions)).to(torch.float32) / self.source.divisor
         return fresh_strides(x), torch.from_numpy(self.labels[positions])
 
     def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:
@@ -185,10 +176,10 @@ class Dataset:
             raise InputError(
                 f"expected skip ≥ 0, stride ≥ 1, limit ≥ 1, got skip={skip}, stride={stride}, limit={limit}"
             )
-        ids = self.ids[skip::stride][:limit]
-        if len(ids) == 0:
+        part = np.arange(len(self))[skip::stride][:limit]
+        if len(part) == 0:
             raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
-        return replace(self, ids=ids)
+        return replace(self, labels=self.labels[part], ids=self.ids[part])
 
     def fingerprint(self) -> str:
         """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.

@@ -11,13 +11,12 @@ import importlib
 import inspect
 import io
 import re
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
 from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.files import SPEC, guarded, open_regular, resolve
@@ -111,23 +110,17 @@ def _split_in(spec: str, split: str | None) -> tuple[str, str | None]:
 
 def _reader_of(spec: str) -> tuple[Callable[..., Dataset], Any]:
     path = Path(spec)
-    expected = "digits, a .npz or .parquet file, a folder of data, or package.module:factory"
     if spec == "digits":
         return load_digits, spec
     if spec and path.is_dir():
         return (_read_tables, path) if _tables_in(path) else (_read_pictures, path)
-    if spec and path.is_file():
-        readers: dict[str, Callable[..., Dataset]] = {
-            ".npz": _read_archive,
-            ".parquet": _read_tables,
-        }
-        if path.suffix not in readers:
-            raise InputError(f"{path.name} is a file of an unsupported kind; expected {expected}")
-        return readers[path.suffix], path
+    if path.is_file() and path.suffix in (".npz", ".parquet"):
+        return (_read_archive if path.suffix == ".npz" else _read_tables), path
     if SPEC.match(spec):
         return _read_factory, spec
     raise InputError(
-        f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {expected}"
+        f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected digits, a .npz or .parquet file, "
+        "a folder of data, or package.module:factory"
     )
 
 
@@ -177,13 +170,24 @@ def _choose_split(split: str | None, available: Sequence[str], name: str) -> str
     return split
 
 
-def _optional(module: str, package: str) -> Any:
+def _optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(
-            f"reading this data needs {package}: pip install 'equipoise[data]'"
+            f"reading this data needs pillow or pyarrow: pip install 'equipoise[data]' ({error})"
         ) from error
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """One sentence for the many ways in which NumPy, pillow and pyarrow fail on a damaged file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"cannot read {what}: {one_line(error)[:160]}") from error
 
 
 # ---- NumPy archives ---------------------------------------------------------------------------------------------------
@@ -200,30 +204,24 @@ def _read_archive(
 ) -> Dataset:
     """Arrays `x_SPLIT`, `y_SPLIT` (or `x`, `y`; `image`, `label`) of a .npz; the classes are those of all its splits."""
     name = name or path.name
-    try:
-        with zipfile.ZipFile(open_regular(path)) as archive:
-            pairs = _pairs(
-                [
-                    entry.removesuffix(".npy")
-                    for entry in archive.namelist()
-                    if entry.endswith(".npy")
-                ]
+
+    def read(key: str) -> Array:
+        size = archive.zip.getinfo(f"{key}.npy").file_size  # no more than this is ever unpacked
+        if size > max_bytes:
+            raise InputError(
+                f"{name}: {key} declares {size:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
             )
-            if not pairs:
-                raise InputError(
-                    f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone"
-                )
-            chosen = _choose_split(split, list(pairs), name)
-            labels = {
-                part: _array(archive, y, name, max_bytes)
-                for part, (_, y) in pairs.items()
-                if y is not None
-            }
-            inputs = _array(archive, pairs[chosen][0], name, max_bytes)
-    except InputError:
-        raise
-    except Exception as error:  # zipfile has many ways to fail on a damaged file
-        raise InputError(f"{name} is not a readable .npz: {one_line(error)}") from error
+        return archive[key]
+
+    with _readable(f"{name} as .npz"), np.load(open_regular(path), allow_pickle=False) as archive:
+        pairs = _pairs(archive.files)
+        if not pairs:
+            raise InputError(
+                f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone"
+            )
+        chosen = _choose_split(split, list(pairs), name)
+        labels = {part: read(y) for part, (_, y) in pairs.items() if y is not None}
+        inputs = read(pairs[chosen][0])
     if num_classes is None and labels:  # a single split may lack the last class
         num_classes = 1 + max(
             int(check_labels(y, len(y), None, name).max()) for y in labels.values()
@@ -236,36 +234,15 @@ def _read_archive(
 def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
     """Split → (key of the inputs, key of the labels); arrays without a split's name are the split "all"."""
 
-    def named(usual: tuple[str, ...]) -> dict[str, str]:
-        return {
-            key.partition("_")[2] or "all": key for key in keys if key.partition("_")[0] in usual
-        }
-
-    inputs, labels = named(IMAGES), named(LABELS)
+    inputs, labels = (
+        {key.partition("_")[2] or "all": key for key in keys if key.partition("_")[0] in usual}
+        for usual in (IMAGES, LABELS)
+    )
     return {
         part: (key, labels.get(part))
         for part, key in inputs.items()
         if part in labels or not labels
     }
-
-
-def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> Array:
-    entry = archive.getinfo(f"{key}.npy")
-    if entry.file_size > max_bytes:  # zipfile never unpacks more than this
-        raise InputError(
-            f"{name}: {key} declares {entry.file_size:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
-        )
-    try:
-        with archive.open(entry) as file:
-            array = npy.read_array(file, allow_pickle=False)
-            rest = file.read(1)
-    except Exception as error:  # NumPy and zlib have many ways to fail on a damaged file
-        raise InputError(
-            f"{name}: {key} is not a readable array: {one_line(error)[:160]}"
-        ) from error
-    if rest:
-        raise InputError(f"{name}: {key} is longer than its header declares")
-    return array
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------------
@@ -282,37 +259,31 @@ def decode_picture(
         size: (height, width) to resize and crop to; None: as the picture is.
         channels: of the first picture: gray pictures join color ones, not the other way round.
     """
-    image = _optional("PIL.Image", "pillow")
-    try:
-        with image.open(
-            io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS
-        ) as picture:
-            width, height = picture.size
-            gray = picture.mode in ("1", "L")
-            if width * height > MAX_PIXELS:
-                raise InputError(
-                    f"{where} declares {width}×{height} pixels, the limit is {MAX_PIXELS:,}"
-                )
-            if picture.has_transparency_data or picture.mode[0] in "IF":
-                raise InputError(
-                    f"{where} has the mode {picture.mode}: convert it to 8-bit gray or RGB, without alpha"
-                )
-            if channels == 1 and not gray:
-                raise InputError(
-                    f"{where} is in color, but the first picture is gray: convert all to one of the two"
-                )
-            picture = picture.convert("L" if gray and channels != 3 else "RGB")
-            if size is not None:
-                picture = _optional("PIL.ImageOps", "pillow").fit(
-                    picture, size[::-1], image.Resampling.BILINEAR
-                )
-            pixels = np.asarray(picture, dtype=np.uint8)
-    except InputError:
-        raise
-    except Exception as error:  # pillow has many ways to fail on a damaged file
-        raise InputError(
-            f"{where} cannot be decoded as {', '.join(FORMATS)}: {one_line(error)[:160]}"
-        ) from error
+    image = _optional("PIL.Image")
+    file = io.BytesIO(data) if isinstance(data, bytes) else data
+    with (
+        _readable(f"{where} as {', '.join(FORMATS)}"),
+        image.open(file, formats=FORMATS) as picture,
+    ):
+        width, height = picture.size
+        gray = picture.mode in ("1", "L")
+        if width * height > MAX_PIXELS:
+            raise InputError(
+                f"{where} declares {width}×{height} pixels, the limit is {MAX_PIXELS:,}"
+            )
+        if picture.has_transparency_data or picture.mode[0] in "IF":
+            raise InputError(
+                f"{where} has the mode {picture.mode}: convert it to 8-bit gray or RGB, without alpha"
+            )
+        if channels == 1 and not gray:
+            raise InputError(
+                f"{where} is in color, but the first picture is gray: convert all to one of the two"
+            )
+        picture = picture.convert("L" if gray and channels != 3 else "RGB")
+        if size is not None:
+            fit = _optional("PIL.ImageOps").fit
+            picture = fit(picture, size[::-1], image.Resampling.BILINEAR)
+        pixels = np.asarray(picture, dtype=np.uint8)
     return pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)
 
 
@@ -320,6 +291,12 @@ def _decode_files(
     files: list[Path], size: Size | None, channels: int | None, rows: Ints
 ) -> list[Array]:
     return [decode_picture(files[row], str(files[row]), size, channels) for row in rows]
+
+
+def _source(count: int, read: Callable[..., Any], *options: Any) -> Source:
+    """Inputs read by `read(*options, channels, rows)`, whose shape, type and channels are those of the first one."""
+    first = read(*options, None, np.zeros(1, np.int64))[0]
+    return Source(count, first.shape, first.dtype, functools.partial(read, *options, len(first)))
 
 
 def _read_pictures(
@@ -346,13 +323,7 @@ def _read_pictures(
     elif split is not None:
         _choose_split(split, ["all"], str(root))
 
-    first = _decode_files(files, size, None, np.zeros(1, np.int64))[0]
-    source = Source(
-        len(files),
-        first.shape,
-        first.dtype,
-        functools.partial(_decode_files, files, size, len(first)),
-    )
+    source = _source(len(files), _decode_files, files, size)
     name = root.resolve().name
     if depth == 1:
         return Dataset.from_source(source, None, name=name)
@@ -366,7 +337,7 @@ def _read_pictures(
 
 # ---- Parquet ----------------------------------------------------------------------------------------------------------
 
-_SHARD = re.compile(r"(.+)-\d+-of-(\d+).*")
+_SHARD = re.compile(r"-\d+-of-(\d+).*")
 
 
 def _tables_in(folder: Path) -> dict[str, list[Path]]:
@@ -374,9 +345,7 @@ def _tables_in(folder: Path) -> dict[str, list[Path]]:
     parts: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         nested = path.parent != folder and path.parent.name != "data"
-        parts.setdefault(path.parent.name if nested else _SHARD.sub(r"\1", path.stem), []).append(
-            path
-        )
+        parts.setdefault(path.parent.name if nested else _SHARD.sub("", path.stem), []).append(path)
     return parts
 
 
@@ -392,20 +361,13 @@ def _read_tables(
     """A table or a folder of them: a column of pictures (bytes, or Hugging Face's struct) or lists, and one of labels."""
     parts = _tables_in(path) if path.is_dir() else {path.stem: [path]}
     files = parts[_choose_split(split, list(parts), str(path))]
-    for file in files if path.is_dir() else ():
-        shard = _SHARD.fullmatch(file.stem)
-        if shard and int(shard[2]) != len(files):
-            raise InputError(
-                f"{path}: {file.name} is one of {int(shard[2])} files, but there are {len(files)}"
-            )
-    tables = [_read_table(file, max_bytes) for file in files]
-    for file, table in zip(files, tables, strict=True):
-        if not table.schema.equals(tables[0].schema, check_metadata=True):
-            raise InputError(f"{file.name} has other columns or classes than {files[0].name}")
-
-    pa = _optional("pyarrow", "pyarrow")
     name = path.resolve().name
-    whole = pa.concat_tables(tables)
+    for count in _SHARD.findall(files[0].stem) if path.is_dir() else ():
+        if int(count) != len(files):
+            raise InputError(f"{name}: {int(count)} files belong together, there are {len(files)}")
+    pa = _optional("pyarrow")
+    with _readable(f"the files of {name} as one table"):
+        whole = pa.concat_tables([_read_table(file, max_bytes) for file in files])
     if whole.num_rows == 0:
         raise InputError(f"{name} holds no data")
     image, label = find_columns(whole.column_names, columns, name)
@@ -417,42 +379,28 @@ def _read_tables(
                 f"{name}: {label} is {column.type} with {column.null_count} gaps, expected integer labels"
             )
         labels = column.to_numpy()
-    cells = whole.column(image)
-    first = _cells(cells, name, size, None, layout, np.zeros(1, np.int64))[0]
-    source = Source(
-        len(cells),
-        first.shape,
-        first.dtype,
-        functools.partial(_cells, cells, name, size, len(first), layout),
-    )
+    source = _source(whole.num_rows, _cells, whole.column(image), name, layout, size)
     return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
 
 
 def _read_table(path: Path, max_bytes: int) -> Any:
     """A Parquet file; offsets and lengths are verified, since a file may lie about them."""
-    parquet = _optional("pyarrow.parquet", "pyarrow")
-    try:
-        with open_regular(path) as plain:
-            file = parquet.ParquetFile(plain)
-            groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-            declared = sum(max(group.total_byte_size, 8 * group.num_rows) for group in groups)
-            if declared > max_bytes:
-                raise InputError(
-                    f"{path.name} declares {declared:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
-                )
-            table = file.read()
+    parquet = _optional("pyarrow.parquet")
+    with _readable(f"{path.name} as Parquet"), open_regular(path) as plain:
+        file = parquet.ParquetFile(plain)
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        declared = sum(max(group.total_byte_size, 8 * group.num_rows) for group in groups)
+        if declared > max_bytes:
+            raise InputError(
+                f"{path.name} declares {declared:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
+            )
+        table = file.read()
         table.validate(full=True)
-    except InputError:
-        raise
-    except Exception as error:  # pyarrow has many ways to fail on a damaged file
-        raise InputError(
-            f"{path.name} is not a readable Parquet file: {one_line(error)}"
-        ) from error
     return table
 
 
 def _cells(
-    column: Any, name: str, size: Size | None, channels: int | None, layout: Layout, rows: Ints
+    column: Any, name: str, layout: Layout, size: Size | None, channels: int | None, rows: Ints
 ) -> Any:
     """The inputs in some cells: pictures are decoded, lists of numbers must have equal lengths."""
     values = [column[int(row)].as_py() for row in rows]

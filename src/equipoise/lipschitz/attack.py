@@ -111,21 +111,21 @@ def _climbed(
 ) -> Pair:
     """The best pair met by gradient ascent on the stretch."""
     a = project(0.5 * radius * direction, radius)
-    b = -a + project(0.1 * radius * unit(noise), radius)
-    best, kept_a, kept_b = torch.zeros(len(x), dtype=torch.float64), a, b
+    moved = torch.cat([a, -a + project(0.1 * radius * unit(noise), radius)])
+    centres = torch.cat([x, x])
+    best, kept = torch.zeros(len(x), dtype=torch.float64), moved
     for step in range(steps + 1):
-        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        moved = moved.detach().requires_grad_()
         with torch.enable_grad():
-            ratio = stretch(f, x + a, x + b)
-            grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
-        better = _per_sample(ratio.detach() > best, x)
-        best = torch.maximum(best, ratio.detach().nan_to_num(nan=0.0, posinf=0.0))
-        kept_a = torch.where(better, a.detach(), kept_a)
-        kept_b = torch.where(better, b.detach(), kept_b)
+            ratio = stretch(f, *(centres + moved).chunk(2))
+            (slope,) = torch.autograd.grad(ratio.sum(), moved)
+        ratio, moved = ratio.detach(), moved.detach()
+        kept = torch.where(_per_sample((ratio > best).repeat(2), x), moved, kept)
+        best = torch.maximum(best, ratio.nan_to_num(nan=0.0, posinf=0.0))
         size = radius * 0.2 * (1 - step / (steps + 1))
-        a = project(a.detach() + size * unit(grad_a), radius)
-        b = project(b.detach() + size * unit(grad_b), radius)
-    return x + kept_a, x + kept_b
+        moved = project(moved + size * unit(slope), radius)
+    a, b = (centres + kept).chunk(2)
+    return a, b
 
 
 def as_function(program: Program) -> Function:
@@ -170,8 +170,8 @@ def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
     fa, fb = f(a), f(b)
     gap = _length(a - b)
     noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * fa.shape[1] ** 0.5
-    size = (torch.linalg.vector_norm(fa - fb, dim=1) - noise).clamp_min(0)
-    return torch.where(gap > 1e-9, size / gap.clamp_min(1e-9), torch.zeros_like(gap))
+    size = (_length(fa - fb) - noise).clamp_min(0)
+    return torch.where(gap > 1e-9, size / gap.clamp_min(1e-9), 0.0)
 
 
 def _top_direction(f: Function, x: Tensor, v: Tensor, steps: int) -> Tensor:

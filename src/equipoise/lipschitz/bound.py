@@ -11,10 +11,10 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import format_up
 from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.capture import capture, in_single_precision
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
-from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Scaled, Sum
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row, pair_constants
@@ -70,7 +70,6 @@ def lipschitz_bound(
         raise InputError(
             "lipschitz_bound needs example_input: the bound depends on the input's shape"
         )
-    model, example_input, stored = in_single_precision(model, example_input)
     program = capture(model, example_input, batch_dim=batch_dim)
     if ball is not None and isinstance(model, ExportedProgram):
         shapes = [node.meta["val"].shape for node in program.inputs]
@@ -85,7 +84,7 @@ def lipschitz_bound(
         for r in program.regions
         if r.declared
     )
-    return replace(report, notes=tuple(note for note in (*report.notes, stored, *claims) if note))
+    return replace(report, notes=(*report.notes, *claims))
 
 
 def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
@@ -115,7 +114,7 @@ def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMetho
 def _silent(step: Step) -> bool:
     """Whether an operation only moves, chooses or shifts: it has no row of its own."""
     match step.map:
-        case Copy() | Pieces() | Piece():
+        case Copy():
             return all(gain <= 1 for _, gain in step.gains)
         case Scaled(factor=factor, shift=shift):
             return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1

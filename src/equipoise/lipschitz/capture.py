@@ -27,8 +27,8 @@ from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.modules import flat_tensors
 from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
 from equipoise.lipschitz.programs import lifted, require_stated_shapes
-from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.values import evaluate, in_float64, where
+from equipoise.lipschitz.regions import Region, find_regions
+from equipoise.lipschitz.values import aten_name, in_float64, perform, where
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -73,11 +73,16 @@ def capture(
         require_stated_shapes(model)
         return analyse(model)
     require_module(model)
+    model, stored = _in_single_precision(model)
     examples = as_examples(example_input)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left as they were
         chosen, note, doubt = choose_example(model, examples, batch_dim)
-        program = _captured(model, chosen)
-    return replace(program, notes=(note,) if note else (), doubt=doubt or program.doubt)
+        program = analyse(export(model, chosen))
+        if not doubt and not _agrees(model, program, chosen):
+            doubt = _DIFFERS
+    regions = find_regions(model, program.inputs, program.nodes, program.outputs)
+    notes = tuple(text for text in (note, stored) if text)
+    return replace(program, regions=regions, notes=notes, doubt=doubt)
 
 
 def require_module(model: Any) -> None:
@@ -118,16 +123,16 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
             raise InputError(
                 f"{name} must be a tensor or a tuple of tensors, dense and with values, got {kind}"
             )
-        if x.dtype not in (torch.float32, torch.float64):
+        if not x.is_floating_point():
             raise Refused(
                 f"{name} has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 (for tokens, bound "
-                "the network that follows the embedding; model.float() keeps weights in half precision exactly)"
+                "the network that follows the embedding; for a quantised network, the one that was quantised)"
             )
         if x.numel() == 0:
             raise InputError(f"{name} is empty (shape {tuple(x.shape)})")
     if len({x.shape[0] if x.dim() else 1 for x in examples}) > 1:
         raise InputError(f"the tensors of {name} must share their first (batch) dimension")
-    return tuple(examples)
+    return tuple(_widen(x) for x in examples)
 
 
 def as_batch(x: Any) -> Tensor:
@@ -145,33 +150,20 @@ def as_batch(x: Any) -> Tensor:
     return examples[0]
 
 
-HALF = (torch.float16, torch.bfloat16)
+def _widen(tensor: Tensor) -> Tensor:
+    """A tensor in half precision or less in float32, which holds the same numbers."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
-def in_single_precision(model: Any, example_input: Any) -> tuple[Any, Any, str]:
-    """A network stored in float16 or bfloat16 as its float32 copy, which holds the same weights exactly, with a note.
-
-    Args:
-        model: any module; one in other types is handed back as it is.
-        example_input: its example, converted as well.
-    """
-    if not isinstance(model, nn.Module):
-        return model, example_input, ""
-    narrow = {t.dtype for t in (*model.parameters(), *model.buffers())} & set(HALF)
+def _in_single_precision(model: nn.Module) -> tuple[nn.Module, str]:
+    """A network stored in float16 or bfloat16 as its float32 copy, which holds the same weights exactly, with a note."""
+    tensors = (*model.parameters(), *model.buffers())
+    narrow = {t.dtype for t in tensors if _widen(t) is not t}
     if not narrow:
-        return model, example_input, ""
-
-    def widen(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in HALF else tensor
-
-    model = copy.deepcopy(model)._apply(widen)
-    example_input = torch.utils._pytree.tree_map_only(Tensor, widen, example_input)
+        return model, ""
     stored = ", ".join(sorted(str(d).removeprefix("torch.") for d in narrow))
-    return (
-        model,
-        example_input,
-        f"stored in {stored}: the bound is for the real map of the stored weights",
-    )
+    note = f"stored in {stored}: the bound is for the real map of the stored weights"
+    return copy.deepcopy(model)._apply(_widen), note
 
 
 def choose_example(
@@ -247,12 +239,12 @@ def _samples(examples: Examples, dim: int) -> Examples:
     if size * sum(x.numel() for x in examples) > _ENTRIES * count:
         size = max(_FEWEST, min(count, _MOST))
     generator = torch.Generator().manual_seed(0)
-    shapes = [[size if d == dim % x.dim() else n for d, n in enumerate(x.shape)] for x in examples]
-    noise = [
-        torch.randn(shape, generator=generator, dtype=x.dtype)
-        for shape, x in zip(shapes, examples, strict=True)
-    ]
-    return tuple(n.to(x.device) for n, x in zip(noise, examples, strict=True))
+    batch = []
+    for x in examples:
+        shape = list(x.shape)
+        shape[dim] = size
+        batch.append(torch.randn(shape, generator=generator, dtype=x.dtype).to(x.device))
+    return tuple(batch)
 
 
 def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
@@ -324,18 +316,6 @@ def flat_outputs(output: Any) -> list[Tensor]:
 # --- the exported program, and whether it is the model --------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, examples: Examples) -> Program:
-    program = analyse(export(model, examples))
-    program = replace(program, doubt="" if _agrees(model, program, examples) else _DIFFERS)
-    if not has_blocks(model):
-        return program
-    with counted_calls() as counts, torch.no_grad():
-        model(*examples)
-    return replace(
-        program, regions=find_regions(model, program.inputs, program.nodes, program.outputs, counts)
-    )
-
-
 #: largest difference between the program and the model, relative to the largest entry, that rounding may explain
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 _DIFFERS = (
@@ -347,17 +327,15 @@ _DIFFERS = (
 def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
     """Whether program and model agree on the example and two random points, with and without gradients."""
     generator = torch.Generator().manual_seed(0)
-    points = [examples]
-    for scale in (1.0, 30.0):
-        noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples)
-        points.append(tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True)))
-    for i, point in enumerate(points):
-        with torch.set_grad_enabled(i == 1):
-            if not _holds(
-                model,
-                point,
-                lambda net, some: _same_values(net, program, some, exact=net is not model),
-            ):
+
+    def same(net: nn.Module, point: Examples) -> bool:
+        return _same_values(net, program, point, exact=net is not model)
+
+    for scale in (0.0, 1.0, 30.0):
+        noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
+        point = tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True))
+        with torch.set_grad_enabled(scale == 1):
+            if not _holds(model, point if scale else examples, same):
                 return False
     return True
 
@@ -381,14 +359,17 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
         exact: in float64, as the real functions that operations stand for (see `values`).
     """
 
-    def constant(node: fx.Node) -> Any:
-        if not exact and node in program.native:
-            return program.native[node]
-        value = program.constants[node]
-        return in_float64(value) if exact else value
+    values: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
 
-    start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
-    values = evaluate(program.nodes, constant, start, exact=exact)
+    def value(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        if exact:
+            return in_float64(program.constants[node])
+        return program.native.get(node, program.constants[node])
+
+    for node in program.nodes:
+        values[node] = perform(node, value, exact=exact)
     outputs = [
         values[o] if o in values else program.constants.get(o)
         for o in _returned(program.inputs[0].graph)
@@ -533,18 +514,17 @@ def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Nod
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
 
 
-_aten = torch.ops.aten
 #: operations that read nothing but the shape of their first argument, or of their second
-_LIKE = {_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.new_zeros.default,
-         _aten.new_ones.default, _aten.new_full.default, _aten.fill.Scalar, _aten.fill.Tensor, _aten.copy.default}  # fmt: skip
-_AS = {_aten.expand_as.default, _aten.view_as.default, _aten.reshape_as.default}
+_LIKE = ("zeros_like.default", "ones_like.default", "full_like.default", "new_zeros.default", "new_ones.default",
+         "new_full.default", "fill.Scalar", "fill.Tensor", "copy.default")  # fmt: skip
+_AS = ("expand_as.default", "view_as.default", "reshape_as.default")
 
 
 def _reads_shape_only(node: fx.Node, moving: set[fx.Node]) -> bool:
     """Whether the input enters the node by its shape alone, so that the result is constant."""
-    if node.target in _LIKE:
+    if aten_name(node) in _LIKE:
         return not any(argument in moving for argument in node.args[1:2])
-    return node.target in _AS and node.args[0] not in moving
+    return aten_name(node) in _AS and node.args[0] not in moving
 
 
 def _zeros(node: fx.Node) -> Tensor:
@@ -598,9 +578,8 @@ def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
         raise Refused(
             f"{where(node)} draws random numbers ({node.target}): the map differs from call to call"
         )
-    args: Any = fx.node.map_arg(node.args, value)
     with torch.no_grad():
-        return node.target(*args, **fx.node.map_arg(node.kwargs, value))  # type: ignore[operator]
+        return perform(node, value)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

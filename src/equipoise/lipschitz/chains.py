@@ -33,6 +33,10 @@ from equipoise.norms import spectral_norm
 #: wider layers than this are left to the product bound
 WIDEST = 3000
 _U = 2.0**-53
+#: the slopes of the identity
+LINEAR = (1.0, 1.0)
+#: an approximate inverse, and a bound of its distance to the true one
+Inverse = tuple[Tensor | None, float]
 
 
 def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1.0)) -> float:
@@ -47,26 +51,18 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
     >>> chain_bound(W) <= product
     True
     """
-    hidden = len(weights) - 1
-    if hidden < 0:
-        raise InputError("a chain needs at least one matrix (out, in)")
     for weight in weights:
         require_tensor(weight, "a weight of the chain", dims=2)
-    if any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
+    if not weights or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
         raise InputError(
-            "every matrix of a chain takes as many inputs as the one before it has outputs"
+            "a chain needs matrices (out, in), each with as many inputs as the one before it has outputs"
         )
-    layers = [Matrix(w.detach()) for w in weights]
+    hidden = len(weights) - 1
     with torch.no_grad(), full_precision():
-        product = log_product(
-            *(log_up(_norm(layer)) for layer in layers), *[log_up(max(map(abs, slopes)))] * hidden
-        )
-        closed = _closed_form(layers, [slopes] * hidden)
+        norms = [log_up(float(spectral_norm(w.detach()).upper)) for w in weights]
+        product = log_product(*norms, *[log_up(max(map(abs, slopes)))] * hidden)
+        closed = _closed_form([Matrix(w.detach()) for w in weights], [slopes] * hidden)
     return exp_up(product if closed is None else min(product, closed))
-
-
-def _norm(layer: Matrix) -> float:
-    return inflate(float(spectral_norm(layer.matrix).upper) + layer.error)
 
 
 def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> float | None:
@@ -75,24 +71,22 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
         return -math.inf
     layers, exponents = zip(*(_scaled(layer) for layer in layers), strict=True)
     total = log_product(2 * math.log(2) * sum(exponents))  # the bound is homogeneous in every layer
-    inverse = torch.eye(layers[0].matrix.shape[1], dtype=torch.float64), 0.0
-    for layer, (alpha, beta) in zip(layers[:-1], slopes, strict=True):
-        A = _spread(layer, *inverse)
-        if A is None or not (beta > 0 and -alpha < 0.999 * beta and alpha < 0.999 * beta):
+    inverse: Inverse | None = None, 0.0
+    for i, layer in enumerate(layers):
+        if inverse is None:
             return None
+        A = _spread(layer, *inverse)
         a = inflate(float(spectral_norm(A, rtol=1e-6).upper))
         if a == 0:
             return -math.inf
         total = log_product(total, log_up(a))
-        Y = _next(A, a, alpha, beta)
-        next_inverse = None if Y is None else verified_inverse(Y)
-        if next_inverse is None:
-            return None
-        inverse = next_inverse
-    A = _spread(layers[-1], *inverse)
-    if A is None:
-        return None
-    return log_product(total, log_up(inflate(float(spectral_norm(A, rtol=1e-6).upper)))) / 2
+        if i < len(slopes):
+            alpha, beta = slopes[i]
+            if not (beta > 0 and abs(alpha) < 0.999 * beta):
+                return None
+            Y = _next(A, a, alpha, beta)
+            inverse = None if Y is None else verified_inverse(Y)
+    return total / 2
 
 
 def _scaled(layer: Matrix) -> tuple[Matrix, int]:
@@ -102,14 +96,15 @@ def _scaled(layer: Matrix) -> tuple[Matrix, int]:
     return Matrix(matrix, error), e
 
 
-def _spread(layer: Matrix, X: Tensor, e: float) -> Tensor | None:
-    """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one."""
+def _spread(layer: Matrix, X: Tensor | None, e: float) -> Tensor:
+    """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one.
+
+    None stands for the identity, whose size the input of a network may have.
+    """
     W = layer.matrix.double()
-    if max(W.shape) > WIDEST and X.shape[0] > WIDEST:
-        return None
-    w, x = float(frobenius(W)), float(frobenius(X))
-    A = W @ X @ W.mT
-    rounding = 2 * gamma(2 * X.shape[0] + 8, torch.float64) * w * w * x + 1e-290
+    w, x = float(frobenius(W)), 1.0 if X is None else float(frobenius(X))
+    A = (W if X is None else W @ X) @ W.mT
+    rounding = 2 * gamma(2 * W.shape[1] + 8, torch.float64) * w * w * x + 1e-290
     drift = (2 * w + layer.error) * layer.error * (x + e)
     return _symmetric(A, inflate(rounding + e * w * w + drift))
 
@@ -125,31 +120,29 @@ def _symmetric(A: Tensor, more: float) -> Tensor:
 def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     """A matrix below the next Y, for `A` above the true one and `a ≥ λ_max(A)`."""
     m, t, q = (alpha + beta) / 2, 2 / (beta * (beta - alpha)), -alpha * beta
-    n = A.shape[0]
-    eye = torch.eye(n, dtype=torch.float64)
+    eye = torch.eye(len(A), dtype=torch.float64)
+    size = math.sqrt(len(A))
     B = A / a
+    far = float(frobenius(B))
     if q == 0:
         Y = t * eye - (m * m * t * t) * B
-        return _symmetric(Y, 0.0) - eye * inflate(
-            16 * _U * (t * math.sqrt(n) + m * m * t * t * float(frobenius(B)))
-        )
+        lost = 16 * _U * (t * size + m * m * t * t * far)
+        return _symmetric(Y, 0.0) - eye * inflate(lost)
     # B(I − qtB)⁻¹ = ((I − qtB)⁻¹ − I)/(qt): increasing in B for either sign of q, positive definite since qt·λ_max(B) < 1
     N = eye - (q * t) * B
-    shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
-    N = N - math.copysign(1.0, q) * shift * eye  # towards the larger B
-    inverse = verified_inverse(N)
+    shift = inflate(16 * _U * (size + abs(q * t) * far))
+    inverse = verified_inverse(N - math.copysign(shift, q) * eye)  # towards the larger B
     if inverse is None:
         return None
     X, e = inverse
+    assert X is not None
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
-    lost = abs(scale) * (
-        e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))
-    ) + 16 * _U * t * math.sqrt(n)
+    lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + size)) + 16 * _U * t * size
     return _symmetric(Y, 0.0) - eye * inflate(lost + 8 * _U * float(frobenius(Y)))
 
 
-def verified_inverse(Y: Tensor) -> tuple[Tensor, float] | None:
+def verified_inverse(Y: Tensor) -> Inverse | None:
     """`(X, e)` with `‖Y⁻¹ − X‖₂ ≤ e`, from the residual `I − YX`; None where Y is not verified positive definite.
 
     If `‖I − YX‖ ≤ r < 1` then Y is invertible and `‖Y⁻¹ − X‖ ≤ ‖X‖·r/(1 − r)`. Positive definiteness by a Cholesky
@@ -176,30 +169,32 @@ def chain_total(run: Propagation) -> float | None:
     if len(run.program.outputs) != 1:
         return None
     layers: list[Matrix] = []
-    slopes: list[tuple[float, float]] = []
-    start, after = _skip(run, run.program.outputs[0]), 0.0
-    step = run.steps.get(start)
-    if step is not None and step.curve is not None:
-        after = log_up(step.gains[0][1])
-        start = _skip(run, step.gains[0][0].node)
-
-    facts = run.facts[start]
-    while isinstance(facts.form, Matrix) and facts.base is not None:
-        layers.insert(0, facts.form)
-        start = _skip(run, facts.base)
-        step = run.steps.get(start)
-        if step is None or step.curve is None:
+    slopes: list[tuple[float, float]] = []  # of the activation after every layer
+    start = run.program.outputs[0]
+    while True:
+        curve, node = _activation(run, start)
+        facts = run.facts[node]
+        if not isinstance(facts.form, Matrix) or facts.base is None or (layers and curve == LINEAR):
             break
-        slopes.insert(0, step.curve.slopes)
-        facts = run.facts[_skip(run, step.gains[0][0].node)]
+        layers.insert(0, facts.form)
+        slopes.insert(0, curve)
+        start = facts.base
     if len(layers) < 2 or max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
         return None
 
     with torch.no_grad(), full_precision():
-        closed = _closed_form(
-            layers, slopes[1 - len(layers) :]
-        )  # an activation before the first layer is not part of it
-    return None if closed is None else log_product(closed, run.facts[start].fused, after)
+        closed = _closed_form(layers, slopes[:-1])
+    last = log_up(max(map(abs, slopes[-1])))
+    return None if closed is None else log_product(closed, run.facts[start].fused, last)
+
+
+def _activation(run: Propagation, node: fx.Node) -> tuple[tuple[float, float], fx.Node]:
+    """The slopes of the activation that ends in this node, and its argument."""
+    node = _skip(run, node)
+    step = run.steps.get(node)
+    if step is None or step.curve is None:
+        return LINEAR, node
+    return step.curve.slopes, _skip(run, step.gains[0][0].node)
 
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:

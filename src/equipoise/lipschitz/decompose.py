@@ -27,13 +27,10 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import Refused, one_line
-from equipoise.lipschitz.rules.registry import has_rule
-from equipoise.lipschitz.values import where
+from equipoise.lipschitz.rules.registry import rule_of
+from equipoise.lipschitz.values import aten_name, where
 
 _aten = torch.ops.aten
-
-#: an operation, its arguments and its keywords; None stands for the result of the one before
-Chain = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
     for node in list(copied.nodes):
-        if node.target is _aten._native_batch_norm_legit_no_training.default:
+        if aten_name(node) == "_native_batch_norm_legit_no_training.default":
             _restore_batch_norm(node)
     moving = {places[node] for node in inputs}
     for node in list(copied.nodes):
@@ -69,24 +66,48 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     for node in [n for n in copied.nodes if n in moving and _is_composed(n)]:
         _write_out(node, result)
     for node in list(copied.nodes):
-        _recognise(node, result)
+        if aten_name(node) in _SPLITS:
+            _take_apart(node, result)
+        else:
+            _recognise(node, result)
     return result
 
 
 def _restore_batch_norm(node: fx.Node) -> None:
     """The batch norm in evaluation that functionalisation took apart into its values and its statistics."""
     x, weight, bias, mean, var, momentum, eps = node.args
-    users = list(node.users)
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in users):
-        return
+    if all(user.args[1] == 0 for user in node.users):
+        with node.graph.inserting_before(node):
+            settings = (x, weight, bias, mean, var, False, momentum, eps, False)
+            plain = node.graph.call_function(_aten.batch_norm.default, settings)
+        _redirect(node, [plain])
+
+
+#: operations that give several tensors, which together hold every entry once
+_SPLITS = (
+    "split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unbind.int",
+)  # fmt: skip
+
+
+def _take_apart(node: fx.Node, result: Decomposed) -> None:
+    """Every piece of a split as a slice, or a selection."""
+    arguments = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
+    dim = (arguments | node.kwargs).get("dim", 0)
+    pieces: list[fx.Node] = []
+    start = 0
     with node.graph.inserting_before(node):
-        settings = (x, weight, bias, mean, var, False, momentum, eps, False)
-        plain = node.graph.call_function(_aten.batch_norm.default, settings)
-    for user in users:
-        plain.meta = dict(user.meta)
-        user.replace_all_uses_with(plain)
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+        for i, value in enumerate(node.meta["val"]):
+            if aten_name(node) == "unbind.int":
+                piece = node.graph.call_function(_aten.select.int, (node.args[0], dim, i))
+            else:
+                end = start + value.shape[dim]
+                settings = (node.args[0], dim, start, end)
+                piece = node.graph.call_function(_aten.slice.Tensor, settings)
+                start = end
+            pieces.append(piece)
+    if node in result.added:
+        result.added.update(pieces)
+    _redirect(node, pieces)
 
 
 #: arguments of these names are numbers of the operation's own arithmetic, not of its tensors
@@ -134,188 +155,145 @@ def _is_number(value: Any) -> bool:
 
 def _recognise(node: fx.Node, result: Decomposed) -> None:
     """Replace a node that ends a composition by the operation that the composition is."""
-    chain = _root_mean_square(node) or _gated(node)
-    if chain is None:
-        return
-    last: fx.Node | None = None
+
+    def make(target: Any, *args: Any, **keywords: Any) -> fx.Node:
+        made = result.graph.call_function(target, args, keywords)
+        made.meta = dict(node.meta)
+        result.added.add(made)
+        return made
+
     with result.graph.inserting_before(node):
-        for target, args, keywords in chain:
-            last = result.graph.call_function(
-                target, tuple(last if a is None and last else a for a in args), keywords
-            )
-            last.meta = dict(node.meta)
-            result.added.add(last)
-    assert last is not None
-    node.replace_all_uses_with(last)
+        whole = _root_mean_square(node, make) or _gated(node, make)
+    if whole is not None:
+        node.replace_all_uses_with(whole)
 
 
-def _target(node: Any) -> Any:
-    """The operation of a node without keywords; None of anything else."""
-    return (
-        node.target
-        if isinstance(node, fx.Node) and node.op == "call_function" and not node.kwargs
-        else None
-    )
-
-
-_ADD = (_aten.add.Tensor, _aten.add.Scalar)
-
-
-def _root_mean_square(node: fx.Node) -> Chain | None:
+def _root_mean_square(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | None:
     """`x·rsqrt(mean(x², −1) + ε)` or `x/√(mean(x², −1) + ε)`."""
-    multiplied = _target(node) is _aten.mul.Tensor
-    if not multiplied and _target(node) is not _aten.div.Tensor:
+    multiplied = aten_name(node) == "mul.Tensor"
+    if not multiplied and aten_name(node) != "div.Tensor":
         return None
     for x, size in (node.args, node.args[::-1]) if multiplied else (node.args,):
-        inner: Any = _under_root(size, -0.5 if multiplied else 0.5)
-        if not isinstance(x, fx.Node) or _target(inner) not in _ADD:
+        inner = _under_root(size, -0.5 if multiplied else 0.5)
+        if not isinstance(x, fx.Node) or not aten_name(inner).startswith("add."):
             continue
         mean, eps = inner.args
         if isinstance(eps, float) and eps > 0 and _is_mean_of_squares(mean, x):
-            return [(_aten.rms_norm.default, (x, [int(x.meta["val"].shape[-1])], None, eps), {})]
+            return make(_aten.rms_norm.default, x, [x.meta["val"].shape[-1]], None, eps)
     return None
 
 
 def _under_root(node: Any, power: float) -> Any:
     """v, where the node is v^power for power ±½, however it is written."""
-    match _target(node), power:
-        case (_aten.sqrt.default, 0.5) | (_aten.rsqrt.default, -0.5):
+    match aten_name(node), power:
+        case ("sqrt.default", 0.5) | ("rsqrt.default", -0.5):
             return node.args[0]
-        case _aten.pow.Tensor_Scalar, _ if node.args[1] == power:
+        case "pow.Tensor_Scalar", _ if node.args[1] == power:
             return node.args[0]
-        case _aten.reciprocal.default, -0.5:
+        case "reciprocal.default", -0.5:
             return _under_root(node.args[0], 0.5)
-        case _aten.mul.Tensor, -0.5 if (
-            node.args[1] == 1
-        ):  # 1/√v is exported as a reciprocal times 1
+        case "mul.Tensor", -0.5 if node.args[1] == 1:  # 1/√v is exported as a reciprocal times 1
             return _under_root(node.args[0], power)
     return None
 
 
 def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
     """Whether this is the mean of x² over the last dimension, which is kept."""
-    if _target(mean) is not _aten.mean.dim or len(mean.args) != 3:
+    if aten_name(mean) != "mean.dim" or len(mean.args) != 3 or mean.kwargs:
         return False
     squared, dims, kept = mean.args
-    if kept is not True or list(dims) not in ([-1], [x.meta["val"].dim() - 1]):
-        return False
-    return (_target(squared) is _aten.square.default and squared.args == (x,)) or _powers(
-        squared, x
-    ) == {2: 1.0}
+    last = list(dims) in ([-1], [x.meta["val"].dim() - 1])
+    return kept is True and last and _polynomial(squared, x) == {(2,): 1.0}
 
 
-def _gated(node: fx.Node) -> Chain | None:
-    """`c·x·g(kx)` for g = σ, 1 + erf, GELU's 1 + tanh, tanh∘softplus: by φ(x) = x·g(x) it is `(c/k)·φ(kx)`."""
-    scale, factors = _product(node)
-    if len(factors) != 2:
+#: activations φ(x) = x·g(x), or x·(1 + g(x))/2 where `shifted`, by the gate g: φ, its keywords, the coefficients of the
+#: polynomial inside g, `shifted`
+_ACTIVATIONS: dict[str, tuple[Any, dict[str, str], dict[tuple[int], float], bool]] = {
+    "sigmoid.default": (_aten.silu.default, {}, {(1,): 1.0}, False),
+    "softplus.default": (_aten.mish.default, {}, {(1,): 1.0}, False),
+    "erf.default": (_aten.gelu.default, {}, {(1,): math.sqrt(0.5)}, True),
+    "tanh.default": (
+        _aten.gelu.default,
+        {"approximate": "tanh"},
+        {(1,): math.sqrt(2 / math.pi), (3,): 0.044715 * math.sqrt(2 / math.pi)},
+        True,
+    ),
+}
+
+
+def _gated(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | None:
+    """`c·x·g(kx)` or `c·x·(1 + g(kx))` with g of the table, which is `(c/k)·φ(kx)` or `(2c/k)·φ(kx)`."""
+    if aten_name(node) not in ("mul.Tensor", "div.Tensor", "neg.default"):
         return None
-    for x, gate in (factors, factors[::-1]):
-        activation = _gate(x, gate)
-        if activation is None:
+    terms = _operands(node)
+    for gate in terms:
+        inside = gate
+        if aten_name(gate) == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
+            inside = gate.args[0]
+        if aten_name(inside) not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
             continue
-        operation, keywords, inner, outer = activation
-        chain: Chain = [(operation, (x,), keywords)]
-        if inner != 1:
-            chain = [(_aten.mul.Tensor, (x, inner), {}), (operation, (None,), keywords)]
-        if scale * outer != 1:
-            chain.append((_aten.mul.Tensor, (None, scale * outer), {}))
-        return chain
+        if aten_name(gate) == "softplus.default":
+            continue
+        activation, keywords, form, shifted = _ACTIVATIONS[aten_name(inside)]
+        for x in _operands(inside.args[0]) & terms:
+            # constants may be stored in the tensor's dtype
+            near = 1e-15 if x.meta["val"].dtype == torch.float64 else 2.0**-23
+            inner, outer = _polynomial(inside.args[0], x), _polynomial(node, x, gate)
+            k, c = inner.get((1,), 0.0) / form[1,], outer.get((1, 1), 0.0)
+            k = 1.0 if abs(k - 1) <= near else k
+            if not all(1e-6 < abs(number) < 1e6 for number in (k, c)):
+                continue
+            same = outer == ({(1, 1): c, (1, 0): c} if shifted else {(1, 1): c})
+            same = same and inner.keys() == form.keys()
+            if same and all(abs(inner[i] / (form[i] * k ** i[0]) - 1) <= near for i in form):
+                y = make(activation, x if k == 1 else make(_aten.mul.Tensor, x, k), **keywords)
+                factor = (2 * c if shifted else c) / k
+                return y if factor == 1 else make(_aten.mul.Tensor, y, factor)
     return None
 
 
-#: factors out of this range are left alone
-_SMALLEST, _LARGEST = 1e-6, 1e6
-#: a and b of GELU's tanh form, by the power that they stand before
-_TANH_FORM = {1: math.sqrt(2 / math.pi), 3: 0.044715 * math.sqrt(2 / math.pi)}
+#: arithmetic with numbers
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add.Tensor": operator.add,
+    "add.Scalar": operator.add,
+    "mul.Tensor": operator.mul,
+    "mul.Scalar": operator.mul,
+    "div.Tensor": operator.truediv,
+    "div.Scalar": operator.truediv,
+    "neg.default": operator.neg,
+    "square.default": lambda a: a * a,
+    "pow.Tensor_Scalar": lambda a, power: a ** int(power) if power in (2, 3) else None,
+}
 
 
-def _gate(x: fx.Node, gate: fx.Node) -> tuple[Any, dict[str, Any], float, float] | None:
-    """φ and its keywords with k and the factor outside, where `gate` is g(kx)."""
-    # constants may be stored in the tensor's dtype
-    near = 1e-15 if x.meta["val"].dtype == torch.float64 else 2.0**-23
-    inner: Any = gate.args[0] if _target(gate) else None
-    if (
-        _target(gate) is _aten.tanh.default
-        and _target(inner) is _aten.softplus.default
-        and inner.args == (x,)
-    ):
-        return _aten.mish.default, {}, 1.0, 1.0
-    if _target(gate) is _aten.sigmoid.default:
-        powers = _powers(inner, x)
-        k = powers.get(1, 0.0)
-        return (
-            (_aten.silu.default, {}, k, 1 / k)
-            if powers.keys() == {1} and _SMALLEST < abs(k) < _LARGEST
-            else None
-        )
-    if (
-        _target(gate) not in _ADD
-        or gate.args[1] != 1
-        or _target(inner) not in (_aten.tanh.default, _aten.erf.default)
-    ):
-        return None
-    powers = _powers(inner.args[0], x)
-    if _target(inner) is _aten.tanh.default:
-        same = powers.keys() == _TANH_FORM.keys()
-        same = same and all(abs(powers[i] / value - 1) <= near for i, value in _TANH_FORM.items())
-        return (_aten.gelu.default, {"approximate": "tanh"}, 1.0, 2.0) if same else None
-    # x·(1 + erf(x/√2)) = 2·GELU(x)
-    same = powers.keys() == {1} and abs(powers[1] * math.sqrt(2) - 1) <= near
-    return (_aten.gelu.default, {}, 1.0, 2.0) if same else None
+def _operands(node: Any, depth: int = 6) -> set[Any]:
+    """The nodes that this one is computed from by arithmetic with numbers in so many steps, itself included."""
+    nodes = {node} if isinstance(node, fx.Node) else set()
+    if depth and nodes and aten_name(node) in _ARITHMETIC:
+        nodes = nodes.union(*(_operands(argument, depth - 1) for argument in node.args))
+    return nodes
 
 
-def _powers(node: Any, x: fx.Node) -> dict[int, float]:
-    """Coefficients of a node by powers of x, up to the third; empty where it is no such polynomial."""
-    if node is x:
-        return {1: 1.0}
-    if _is_number(node):
-        return {0: float(node)}
-    if _target(node) is _aten.neg.default:
-        return {i: -value for i, value in _powers(node.args[0], x).items()}
-    if _target(node) is None or len(node.args) != 2:
+def _polynomial(node: Any, *variables: fx.Node) -> dict[tuple[int, ...], float]:
+    """Coefficients by powers of the variables; empty where the node is no polynomial of them."""
+    import sympy  # type: ignore[import-untyped]
+
+    symbols = dict(zip(variables, sympy.symbols("x y"), strict=False))
+
+    def value(argument: Any) -> Any:
+        if argument in symbols:
+            return symbols[argument]
+        if _is_number(argument):
+            return argument
+        if argument.kwargs:
+            raise ValueError
+        return _ARITHMETIC[aten_name(argument)](*map(value, argument.args))
+
+    try:
+        expression = sympy.Poly(value(node), *symbols.values())
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, sympy.PolynomialError):
         return {}
-    a, b = (_powers(value, x) for value in node.args)
-    match _target(node):
-        case _aten.add.Tensor | _aten.add.Scalar if a and b:
-            return {i: a.get(i, 0.0) + b.get(i, 0.0) for i in {*a, *b}}
-        case _aten.mul.Tensor | _aten.mul.Scalar:
-            return _multiplied(a, b)
-        case _aten.div.Tensor | _aten.div.Scalar if b.keys() == {0} and b[0]:
-            return {i: value / b[0] for i, value in a.items()}
-        case _aten.pow.Tensor_Scalar if node.args[1] == 2:
-            return _multiplied(a, a)
-        case _aten.pow.Tensor_Scalar if node.args[1] == 3:
-            return _multiplied(_multiplied(a, a), a)
-    return {}
-
-
-def _multiplied(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
-    product: dict[int, float] = {}
-    for i, u in a.items():
-        for k, v in b.items():
-            product[i + k] = product.get(i + k, 0.0) + u * v
-    return product if max(product, default=9) <= 3 else {}
-
-
-def _product(node: Any) -> tuple[float, list[fx.Node]]:
-    """A product of nodes and numbers, taken apart into its number and its nodes."""
-    match _target(node):
-        case _aten.neg.default:
-            scale, factors = _product(node.args[0])
-            return -scale, factors
-        case _aten.mul.Tensor | _aten.div.Tensor if _is_number(node.args[1]):
-            number = node.args[1]
-            if _SMALLEST < abs(number) < _LARGEST:
-                scale, factors = _product(node.args[0])
-                return (
-                    scale / number if node.target is _aten.div.Tensor else scale * number,
-                    factors,
-                )
-        case _aten.mul.Tensor:
-            pairs = [_product(a) for a in node.args]
-            if all(len(factors) == 1 for _, factors in pairs):
-                return math.prod(scale for scale, _ in pairs), [factors[0] for _, factors in pairs]
-    return 1.0, [node] if isinstance(node, fx.Node) else []
+    return {powers: float(c) for powers, c in expression.as_dict().items()}
 
 
 # --- operations that PyTorch writes out --------------------------------------------------------------------------------
@@ -354,7 +332,7 @@ _OWN: dict[Any, Callable[..., Tensor]] = {_aten.scaled_dot_product_attention.def
 
 
 def _is_composed(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or has_rule(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or rule_of(node) is not None:
         return False
     return (
         node.target in _OWN or node.target._can_decompose() or node.target.overloadpacket in _KNOWN
@@ -411,7 +389,6 @@ def _write_out(node: fx.Node, result: Decomposed) -> None:
                 placed[part] = _inserted(part, node, traced, placed, result)
     outputs = fx.node.map_arg(next(iter(reversed(traced.graph.nodes))).args[0], placed.__getitem__)
     _redirect(node, outputs)
-    result.graph.erase_node(node)
 
 
 def is_mutable(graph: fx.Graph) -> bool:
@@ -440,14 +417,15 @@ def _inserted(
 
 
 def _redirect(node: fx.Node, outputs: Any) -> None:
-    """Whatever read the node reads its parts' results."""
+    """Whatever read the node reads these results, and the node goes."""
     if isinstance(outputs, fx.Node):
         node.replace_all_uses_with(outputs)
-        return
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise Refused(
                 f"{where(node)}: its results are used together by {user.name!r}; take them apart first"
             )
+        outputs[user.args[1]].meta |= user.meta
         user.replace_all_uses_with(outputs[user.args[1]])
         user.graph.erase_node(user)
+    node.graph.erase_node(node)

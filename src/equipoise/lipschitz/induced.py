@@ -14,10 +14,10 @@ from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.report import last_matrix
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import replay, where
-from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
 
@@ -53,21 +53,16 @@ def induced_pairs(run: Propagation, order: Order) -> Tensor:
     """
     logs = _logs(run, order)
     classes = run.program.outputs[0].meta["val"].shape[-1]
-    whole = exp_up(_total(run.program, logs, order))
-    constants = torch.full(
-        (classes, classes), inflate((2 if order == "linf" else 1) * whole), dtype=torch.float64
-    )
+    whole = exp_up(_total(run.program, logs, order)) * (2 if order == "linf" else 1)
+    constants = torch.full((classes, classes), inflate(whole), dtype=torch.float64)
 
-    facts = run.facts[run.program.outputs[0]]
-    if isinstance(facts.form, Matrix) and facts.base is not None and not facts.form.error:
-        weight = facts.form.matrix.detach().double()
-        if len(weight) == classes:
-            before = exp_up(logs[facts.base])
-            slack = 1 + gamma(weight.shape[1] + 16, torch.float64)
-            for i, row in enumerate(weight):
-                apart = (weight - row).abs()
-                size = apart.sum(1) if order == "linf" else apart.amax(1)
-                constants[i] = torch.minimum(constants[i], inflate(size * slack * before))
+    last = last_matrix(run)
+    if last is not None and not last[2]:
+        weight, base, _ = last
+        apart = torch.stack([(weight - row).abs() for row in weight])
+        sizes = apart.sum(2) if order == "linf" else apart.amax(2)
+        slack = 1 + gamma(weight.shape[1] + 16, torch.float64)
+        constants = torch.minimum(constants, inflate(sizes * slack * exp_up(logs[base])))
     return constants
 
 
@@ -104,7 +99,7 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
     absolute = order == "linf"
     copies = 1.0 if absolute else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
     match step.map:
-        case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Sorted():
+        case op.Copy() | op.Padded() | op.Join() | op.Sorted():
             return 1.0 if absolute else float(round(gain * gain))
         case op.Sum(weights=weights):
             return inflate(abs(weights[which]) * copies)

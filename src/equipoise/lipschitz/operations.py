@@ -26,18 +26,6 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Several tensors that together hold every entry once."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One of several pieces."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class Padded:
     """Padding by copies or by the constant `fill`; `run(x, fill)` pads with another one."""
 
@@ -140,6 +128,5 @@ class Opaque:
     inside: bool = False
 
 
-Moved = Copy | Pieces | Piece | Padded
-Affine = Moved | Join | Weighted | Scaled | Sum | Average | Own
+Affine = Copy | Padded | Join | Weighted | Scaled | Sum | Average | Own
 Map = Affine | Pointwise | Largest | Sorted | Normalised | Constant | Product | Opaque

@@ -4,8 +4,9 @@ Two totals are carried side by side in the log domain: `product`, layer by layer
 composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,13 +18,14 @@ from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Opaque, Sum
 from equipoise.lipschitz.regions import Region, residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
-from equipoise.lipschitz.rules.registry import refuse_nonfinite, shape_of
-from equipoise.lipschitz.values import module_path, replay, where
+from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.lipschitz.rules.shapes import RESHAPES, refuse_nonfinite
+from equipoise.lipschitz.values import aten_name, module_path, replay, where
 from equipoise.maps.algebra import add, compose
-from equipoise.maps.linear import Diagonal, Linear, Padding
+from equipoise.maps.linear import Diagonal, Linear, Matrix, Padding
 from equipoise.norms.spectral import Cache, bracket
 
 
@@ -38,16 +40,22 @@ class Facts:
     base: fx.Node | None = None
 
 
+NodeFacts = dict[fx.Node, Facts]
+Regions = dict[fx.Node, tuple[Region, ...]]
+#: a run of linear maps and the node where it begins
+Run = tuple[Linear | None, fx.Node | None]
+
+
 @dataclass(frozen=True)
 class Propagation:
     """The bounds of every node, with the step each rule gave, and the totals."""
 
     program: Program
-    facts: dict[fx.Node, Facts]
+    facts: NodeFacts
     steps: dict[fx.Node, Step]
     product: float
     fused: float
-    regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict)
+    regions: Regions = field(default_factory=dict)
 
     def call(self, node: fx.Node, cache: Cache) -> Call:
         """A node with its arguments: signals where they depend on the input, constants elsewhere."""
@@ -74,7 +82,7 @@ def propagate(
         progress: called with (done, total) before every node.
     """
     cache = Cache(rtol) if cache is None else cache
-    facts: dict[fx.Node, Facts] = {}
+    facts: NodeFacts = {}
     steps: dict[fx.Node, Step] = {}
     run = Propagation(program, facts, steps, math.inf, math.inf)
     size = math.inf if ball is None else float(ball)
@@ -84,7 +92,7 @@ def propagate(
             Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0
         )
 
-    regions: dict[fx.Node, tuple[Region, ...]] = {}
+    regions: Regions = {}
     for region in program.regions:
         regions[region.output] = (*regions.get(region.output, ()), region)
     inside = {
@@ -122,7 +130,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
+def _shortened(plain: Facts, regions: tuple[Region, ...], facts: NodeFacts) -> Facts:
     """The smaller of what the operations give and what the regions that end here give."""
     product, fused = plain.product, plain.fused
     for region in regions:
@@ -134,18 +142,13 @@ def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, F
 
 
 def _residual(
-    call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]
+    call: Call, step: Step, steps: dict[fx.Node, Step], facts: NodeFacts
 ) -> Region | None:
     """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual_bound`."""
-    if (
-        not isinstance(step.map, Sum)
-        or len(step.gains) != 2
-        or any(gain != 1 for _, gain in step.gains)
-    ):
+    if not isinstance(step.map, Sum) or [gain for _, gain in step.gains] != [1, 1]:
         return None
     sign = math.prod(step.map.weights)  # of the one term relative to the other
-    first, second = step.gains[0][0], step.gains[1][0]
-    for x, y in ((first, second), (second, first)):
+    for x, y in itertools.permutations(s for s, _ in step.gains):
         branch = facts[y.node]
         act = None if branch.base is None else steps.get(branch.base)
         if act is None or act.curve is None or x.shape != y.shape:
@@ -155,49 +158,27 @@ def _residual(
             continue
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
+            name = module_path(call.node)
             return Region(
-                x.node,
-                call.node,
-                bound,
-                module_path(call.node),
-                "residual",
-                "residual pattern",
-                whole=False,
+                x.node, call.node, bound, name, "residual", "residual pattern", whole=False
             )
     return None
 
 
-_aten = torch.ops.aten
-#: affine operations that are composed with what comes before them
-_AFFINE = (
-    _aten.batch_norm.default, _aten.dropout.default, _aten.clone.default,
-)  # fmt: skip
-_MEANS = {_aten.mean.dim, _aten.mean.default}
-#: views that keep the order of the entries
-_ORDERED = {
-    _aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
-    _aten.flatten.using_ints, _aten.unflatten.int,
-}  # fmt: skip
-
-
 def _centering(call: Call, step: Step) -> Region | None:
     """`x − x.mean(dims)`: a projection, of norm 1 where the sum of the branches gives 2."""
-    if (
-        not isinstance(step.map, Sum)
-        or step.map.weights != (1.0, -1.0)
-        or step.gains[0][0].shape != call.shape
-    ):
+    if not isinstance(step.map, Sum) or step.map.weights != (1.0, -1.0):
         return None
-    x, mean = step.gains[0][0], step.gains[1][0]
+    x, mean = (s for s, _ in step.gains)
     source: Any = mean.node
-    while source.target in _ORDERED:
+    while aten_name(source) in RESHAPES:
         source = source.args[0]
-    if source.target not in _MEANS or source.args[0] is not x.node:
+    if aten_name(source) not in ("mean.dim", "mean.default") or source.args[0] is not x.node:
         return None
     named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-    dims = range(len(x.shape)) if not named else [d % len(x.shape) for d in named]
+    dims = [d % len(x.shape) for d in named or range(len(x.shape))]
     kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-    if (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
+    if x.shape != call.shape or (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
         return None
     return Region(x.node, call.node, 1.0, module_path(call.node), "centering", "projection")
 
@@ -216,13 +197,13 @@ def _check(node: fx.Node, step: Step) -> None:
             )
 
 
-def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
+def _advance(call: Call, step: Step, facts: NodeFacts) -> Facts:
     sources = [s.node for s, _ in step.gains] + [
         s.part[0] for s, _ in step.gains if s.part is not None
     ]
     product = combined(step, {n: facts[n].product for n in sources})
     fused = combined(step, {n: facts[n].fused for n in sources})
-    form, base = _linear_run(step, facts)
+    form, base = _linear_run(call, step, facts)
     plain = len(step.gains) == 1 and base is step.gains[0][0].node
     if form is not None and base is not None and not plain and not _pending(call.node, step):
         composed = log_up(float(bracket(form, call.cache).upper))
@@ -234,15 +215,15 @@ def _pending(node: fx.Node, step: Step) -> bool:
     """Whether only one affine operation reads this node: the run goes on, and its norm is taken at the end."""
     if isinstance(step.linear, Padding):
         return True
+    affine = ("batch_norm.default", "dropout.default", "clone.default")
     users = list(node.users)
-    return len(users) == 1 and users[0].target in _AFFINE
+    return len(users) == 1 and aten_name(users[0]) in affine
 
 
 def combined(step: Step, logs: dict[fx.Node, float]) -> float:
     """The bound after a step; parts of one tensor that do not overlap count once in a root of squares."""
-    terms = [(s, log_product(log_up(gain), logs[s.node])) for s, gain in step.gains]
     if step.combine == "sum":
-        return log_sum(t for _, t in terms)
+        return log_sum(log_product(log_up(gain), logs[s.node]) for s, gain in step.gains)
     return log_root(_grouped(step, logs))
 
 
@@ -266,7 +247,7 @@ def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
     return terms
 
 
-def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
+def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     if isinstance(step.map, Sum):
         return _parallel_run(step, facts) if step.map.weights == (1.0, 1.0) else (None, None)
     if len(step.gains) != 1:
@@ -275,6 +256,12 @@ def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None,
     before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
         return before.form, before.base
+    if isinstance(before.form, Matrix) and aten_name(call.node) == "slice.Tensor":
+        if call["dim"] not in (-1, len(call.shape) - 1):
+            return None, None
+        # some outputs of a dense layer: queries, keys and values, or the gates of a cell
+        rows = slice(call["start"], call["end"], call["step"])
+        return Matrix(before.form.matrix[rows], before.form.error), before.base
     if step.linear is None:
         return None, None
     if before.form is not None:
@@ -284,55 +271,37 @@ def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None,
     return step.linear, source
 
 
-def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
+def _parallel_run(step: Step, facts: NodeFacts) -> Run:
     """`A x + B x` of two linear runs from the same node; the node itself counts as the identity."""
     (a, gain_a), (b, gain_b) = step.gains
     if gain_a != 1 or gain_b != 1 or a.shape != b.shape:
         return None, None
     identity = Diagonal(torch.ones(1, dtype=torch.float64), 1)
-    runs_a = [(facts[a.node].form, facts[a.node].base), (identity, a.node)]
-    runs_b = [(facts[b.node].form, facts[b.node].base), (identity, b.node)]
-    for form_a, base_a in runs_a:
-        for form_b, base_b in runs_b:
-            if (
-                form_a is not None
-                and form_b is not None
-                and base_a is base_b
-                and base_a is not None
-            ):
-                joined = add(form_a, form_b)
-                if joined is not None:
-                    return joined, base_a
+    runs = [[(facts[s.node].form, facts[s.node].base), (identity, s.node)] for s in (a, b)]
+    for (first, base), (second, other) in itertools.product(*runs):
+        if first is not None and second is not None and base is other:
+            joined = add(first, second)
+            if joined is not None:
+                return joined, base
     return None, None
 
 
 def _sized(call: Call, step: Step) -> Signal:
     """Bounds of the output's size: what the rule knows, what the offset and gains give, and what each implies for the others."""
-    value = call.node.meta["val"]
-    tensors = list(value) if isinstance(value, tuple | list) else [value]
-    value, shape = tensors[0], shape_of(call.node)
-    if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+    shape, dtype = call.shape, _dtype(call.node)
+    if dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         raise Refused(
-            f"{where(call.node)}: a cast to the narrow or integer type {value.dtype} rounds; keep float32 or float64"
+            f"{where(call.node)}: a cast to the narrow or integer type {dtype} rounds; keep float32 or float64"
         )
-    pieces = isinstance(step.map, Pieces)
-    parts = [shape]
-    if pieces:
-        shape = step.gains[0][
-            0
-        ].shape  # all pieces together; they may differ in size, and need not have its rows
-        parts = [tuple(t.shape) for t in tensors]
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
-    grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
-    width = max((s[-1] if s else 1 for s in parts), default=1)
-    rows = sum(math.prod(s[:-1]) for s in parts)
+    grown = math.hypot(*reach) if step.combine == "root" else sum(reach)
     norm = _least(step.norm, inflate(grown + step.offset) if step.gains else step.offset)
     row, peak = _least(step.row, norm), _least(step.peak, norm)
     peak = _least(peak, row)
-    row = _least(row, inflate(math.sqrt(width) * peak))
-    norm = _least(norm, inflate(math.sqrt(max(1, rows)) * row))
+    row = _least(row, inflate(math.sqrt(shape[-1] if shape else 1) * peak))
+    norm = _least(norm, inflate(math.sqrt(math.prod(shape[:-1])) * row))
     low = -peak if math.isnan(step.low) else max(step.low, -peak)
-    return Signal(call.node, shape, value.dtype, norm, row, peak, low, _part(call, step), pieces)
+    return Signal(call.node, shape, dtype, norm, row, peak, low, _part(call, step))
 
 
 def _least(*values: float) -> float:
@@ -341,30 +310,16 @@ def _least(*values: float) -> float:
 
 def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
     """Which entries of which tensor this one holds, where it is a choice of them (not for large tensors)."""
-    if isinstance(step.map, Piece):
-        split = step.gains[0][0].node
-        whole = split.all_input_nodes[0]
-        places = _places(whole.meta["val"].shape)
-        return None if places is None else (whole, replay(split, places)[step.map.index])
     if not isinstance(step.map, Copy) or not step.map.traced or len(call.node.all_input_nodes) != 1:
         return None
     source = step.gains[0][0]
     part = source.part
     if part is None:
-        places = _places(source.shape) if math.prod(call.shape) < source.numel else None
-        if places is None:
+        if not math.prod(call.shape) < source.numel <= 2_000_000:
             return None
-        part = (source.node, places)
+        places = torch.arange(source.numel, dtype=torch.float64)
+        part = source.node, places.reshape(source.shape)
     return part[0], part[1] if step.map.same else replay(call.node, part[1])
-
-
-def _places(shape: Sequence[int]) -> Tensor | None:
-    count = math.prod(shape)
-    return (
-        None
-        if count > 2_000_000
-        else torch.arange(count, dtype=torch.float64).reshape(tuple(shape))
-    )
 
 
 def winner(run: Propagation, node: fx.Node) -> Region | None:

@@ -16,16 +16,13 @@ method and the map:
   names the bound as declared by that class.
 """
 
-import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as modules
 
 from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
@@ -35,8 +32,6 @@ from equipoise.lipschitz.witness import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.spectral import Cache, bracket
-
-_FLOATS = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -57,44 +52,19 @@ class Region:
     declared: bool = False  # by a class that is not part of this package: attacked, not proved
 
 
-def has_blocks(model: nn.Module) -> bool:
-    """Whether any module of the model claims a bound of its own."""
-    return any(callable(getattr(module, "lipschitz_upper", None)) for module in model.modules())
-
-
-@contextlib.contextmanager
-def counted_calls() -> Iterator[dict[int, int]]:
-    """How often every module is called inside, by `id`."""
-    counts: dict[int, int] = {}
-
-    def count(module: nn.Module, args: Any) -> None:
-        counts[id(module)] = counts.get(id(module), 0) + 1
-
-    handle = modules.register_module_forward_pre_hook(count)
-    try:
-        yield counts
-    finally:
-        handle.remove()
-
-
-def is_trusted(module: nn.Module) -> bool:
-    """Whether nothing can have come between `lipschitz_upper` and the map that a call performs, in evaluation mode."""
-    return is_unmodified(module, "lipschitz_upper") and not any(
-        part.training for part in module.modules()
-    )
-
-
 def find_regions(
     model: nn.Module,
     inputs: Sequence[fx.Node],
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    counts: dict[int, int],
 ) -> tuple[Region, ...]:
     """One region per trusted call of a module that bounds itself.
 
-    `inputs`, `nodes` and `outputs` are those of the program (all that depends on the input); `counts` are the calls that
-    one forward pass really makes.
+    Args:
+        model: the network.
+        inputs: of its program.
+        nodes: of the program, all that depends on the input.
+        outputs: of the program.
     """
     moving = {*inputs, *nodes}
     members: dict[str, list[fx.Node]] = {}
@@ -103,22 +73,17 @@ def find_regions(
         for key, entry in (node.meta.get("nn_module_stack") or {}).items():
             members.setdefault(str(key), []).append(node)
             paths[str(key)] = str(entry[0]).split("@")[0]
-    called = {key: _submodule(model, path) for key, path in paths.items()}
-    calls = Counter(map(id, called.values()))
+    blocks = {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "lipschitz_upper") and is_unmodified(module, "lipschitz_upper")
+    }
     regions = [
-        _region(module, paths[key], members[key], moving, outputs)
-        for key, module in called.items()
-        # where the numbers differ a call left no nodes, or two were recorded as one
-        if module is not None and counts.get(id(module)) == calls[id(module)] and is_trusted(module)
+        _region(blocks[path], path, members[key], moving, outputs)
+        for key, path in paths.items()
+        if path in blocks
     ]
     return tuple(region for region in regions if region is not None)
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _region(
@@ -136,55 +101,29 @@ def _region(
     if len(entering) != 1 or len(leaving) != 1:
         return None
     (source,), (output,) = entering, leaving
-    x, y = source.meta.get("val"), output.meta.get("val")
-    if (
-        not isinstance(x, Tensor)
-        or not isinstance(y, Tensor)
-        or {x.dtype, y.dtype} - set(_FLOATS)
-        or x.dim() < 2
-    ):
-        return None
-    bound = declared_bound(module, path, x)
+    x, y = source.meta["val"], output.meta["val"]
+    floats = all(isinstance(t, Tensor) and t.is_floating_point() for t in (x, y))
+    bound = _declared_bound(module, path, x) if floats and x.dim() >= 2 else None
     if bound is None:
         return None
-    declared = is_foreign(module)
+    declared = _is_foreign(module)
     method = "declared" if declared else bound.method or "own bound"
     kind = type(module).__name__
-    return Region(
-        source,
-        output,
-        as_upper(bound),
-        path or kind,
-        kind,
-        method,
-        frozenset(inside),
-        declared=declared,
-    )
+    limit, name = as_upper(bound), path or kind
+    return Region(source, output, limit, name, kind, method, frozenset(inside), declared=declared)
 
 
-def is_foreign(module: nn.Module) -> bool:
+def _is_foreign(module: nn.Module) -> bool:
     """Whether the module's class is not part of this package."""
     return type(module).__module__.partition(".")[0] != "equipoise"
 
 
-def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
-    """The bound that a block declares on inputs like `value`; None if it declares none.
-
-    Args:
-        module: the block.
-        path: of the block in its network, for messages.
-        value: an input, or a tensor of its shape and dtype.
-
-    Raises:
-        Refused: if an attack on the block exceeds it.
-    """
+def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
+    """The bound that a block declares on inputs like `value`; None where it refuses. Refused if an attack exceeds it."""
     name = f"module {path or 'the model'} ({type(module).__name__})"
-    method: Any = getattr(module, "lipschitz_upper", None)
-    if method is None:  # a constant by construction only
-        return None
     try:
         with torch.no_grad():
-            bound = method(tuple(value.shape[1:]))
+            bound = module.lipschitz_upper(tuple(value.shape[1:]))
     except Refused:
         return None
     if not isinstance(bound, Bound) or bound.kind is not Kind.UPPER:
@@ -192,7 +131,7 @@ def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
             f"{name}: lipschitz_upper must return a Bound of kind upper, got {bound!r}"
         )
     limit = as_upper(bound)
-    if not is_foreign(module) or not math.isfinite(limit):
+    if not _is_foreign(module) or not math.isfinite(limit):
         return bound
     try:
         witness = attack(
@@ -213,21 +152,14 @@ def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
 _U = 2.0**-53
 
 
-def adjoint(form: Linear | None) -> Matrix | Convolution | None:
+def _adjoint(form: Linear | None) -> Linear | None:
     """The adjoint of a matrix, of a transposed convolution, or of a zero-padded convolution of stride 1."""
-    if isinstance(form, Matrix):
-        return Matrix(form.matrix.mT, form.error)
-    if isinstance(form, Adjoint):
-        return form.conv if isinstance(form.conv, Convolution) else None
-    if (
-        not isinstance(form, Convolution)
-        or form.groups != 1
-        or form.padding != "zeros"
-        or any(s != 1 for s in form.stride)
-    ):
+    if isinstance(form, Matrix | Adjoint):
+        return form.adjoint()
+    if not isinstance(form, Convolution) or (form.groups, form.padding) != (1, "zeros"):
         return None
     amount = [(axis.reach - axis.left, axis.reach - axis.right) for axis in form.axes]
-    if any(p < 0 for pair in amount for p in pair):
+    if any(s != 1 for s in form.stride) or any(p < 0 for pair in amount for p in pair):
         return None
     weight = form.weight.transpose(0, 1).flip(tuple(range(2, form.weight.dim()))).contiguous()
     turned = convolution(weight, "zeros", 1, form.dilation, 1, amount, form.geometry.out)
@@ -264,7 +196,7 @@ def residual_bound(
         slopes: interval of the slopes of φ.
         cache: of operator norms.
     """
-    turned = adjoint(A)
+    turned = _adjoint(A)
     if isinstance(B, Matrix) and isinstance(turned, Matrix):
         ours, theirs = B.matrix, turned.matrix
     elif (
@@ -284,9 +216,14 @@ def residual_bound(
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
         return None  # not such a block: the sum of the branches is as good
     M = t.sqrt() * K
+
+    def size(weight: Tensor) -> float:
+        return float(frobenius(weight)) if isinstance(B, Matrix) else spread(weight, B)
+
     lost = 8 * _U
-    error = inflate(_size(E, B) + lost * (_size(R, B) + _size(t * K, B)) + turned.error)
-    wide = _rebuilt(B, M, inflate(lost * _size(M, B)))
+    error = inflate(size(E) + lost * (size(R) + size(t * K)) + turned.error)
+    rounding = inflate(lost * size(M))
+    wide = Matrix(M, rounding) if isinstance(B, Matrix) else B.with_weight(M, rounding)
     m, b = float(bracket(wide, cache).upper), float(bracket(B, cache).upper)
     a = float(bracket(turned, cache).upper)
     curved = max(inflate(1 - low * inflate(m * m)), inflate(high * inflate(m * m)) - 1, 1.0)
@@ -300,12 +237,3 @@ def _multipliers(K: Tensor, R: Tensor) -> Tensor:
     squares = rows.square().sum(1)
     t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, torch.ones_like(squares))
     return t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
-
-
-def _size(K: Tensor, like: Matrix | Convolution) -> float:
-    """Upper bound of the operator norm of a weight, without an iteration."""
-    return float(frobenius(K)) if isinstance(like, Matrix) else spread(K, like)
-
-
-def _rebuilt(like: Matrix | Convolution, weight: Tensor, error: float) -> Matrix | Convolution:
-    return Matrix(weight, error) if isinstance(like, Matrix) else like.with_weight(weight, error)

@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.bounds import format_down, format_up
 from equipoise.core.precision import inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
+
+#: kinds of rows that hold nothing to shrink
+_ADDITIONS = ("sum", "difference")
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,12 @@ class Report:
         return exp_up(self.log_fused)
 
     def fix_first(self, count: int = 3) -> tuple[Row, ...]:
-        """The rows that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %.
+        """The layers that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %.
 
-        Empty where no layer stretches, so loop over it rather than taking its first entry.
+        Sums of branches are left out: what can be shrunk are the layers in them. Empty where no layer stretches, so loop over
+        it rather than taking its first entry.
         """
-        heavy = [r for r in self.layers if r.upper > 1 and r.share > 0]
+        heavy = [r for r in self.layers if r.upper > 1 and r.share > 0 and r.kind not in _ADDITIONS]
         return tuple(sorted(heavy, key=lambda r: -r.share)[:count])
 
     @property
@@ -192,17 +196,24 @@ def pair_constants(run: Propagation) -> Tensor | None:
 
     Reference: Tsuzuku, Sato, Sugiyama (2018), section 4.1.
     """
+    last = last_matrix(run)
+    if last is None:
+        return None
+    weight, base, error = last
+    trunk = exp_up(log_product(run.facts[base].fused, log_up(1.0)))
+    apart = torch.stack([row_lengths(weight - row) for row in weight])
+    rounding = 2.0**-52 * row_lengths(weight).max()
+    return inflate((apart + rounding + 2 * error) * trunk)
+
+
+def last_matrix(run: Propagation) -> tuple[Tensor, fx.Node, float] | None:
+    """The linear run at the end of a network with one output (1, classes): its matrix, where it begins, and its error."""
     if len(run.program.outputs) != 1:
         return None
     output = run.program.outputs[0]
-    facts = run.facts[output]
-    shape = tuple(output.meta["val"].shape)
+    facts, shape = run.facts[output], output.meta["val"].shape
     if not isinstance(facts.form, Matrix) or facts.base is None or len(shape) != 2:
         return None
-    weight = facts.form.matrix.detach().double()
-    if weight.shape[0] != shape[1]:  # a batch of several samples in one matrix
+    if len(facts.form.matrix) != shape[1]:  # a batch of several samples in one matrix
         return None
-    trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))
-    apart = torch.stack([row_lengths(weight - row) for row in weight])
-    rounding = 2.0**-52 * row_lengths(weight).max()
-    return inflate((apart + rounding + 2 * facts.form.error) * trunk)
+    return facts.form.matrix.detach().double(), facts.base, facts.form.error

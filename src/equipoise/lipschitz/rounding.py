@@ -111,6 +111,11 @@ class _Slip:
         return _Slip(torch.minimum(torch.minimum(self.entry, entry), norm), norm)
 
 
+Slips = dict[fx.Node, _Slip]
+#: what blocks add of their own
+Fresh = dict[Region, _Slip]
+
+
 @dataclass
 class Rounding:
     """The walk through one captured network; `run` was made without a ball, so its constants hold everywhere."""
@@ -199,7 +204,7 @@ class Rounding:
         values = {start: x[None]}
         slips = {start: _Slip(torch.zeros_like(x[None]), torch.zeros_like(r))}
         local: dict[fx.Node, Tensor] = {}
-        fresh: dict[Region, _Slip] = {}
+        fresh: Fresh = {}
         for node in self.run.program.nodes:
             call, step = self.calls[node], self.run.steps[node]
             # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
@@ -220,20 +225,17 @@ class Rounding:
     def _advance(
         self,
         node: fx.Node,
-        slips: dict[fx.Node, _Slip],
+        slips: Slips,
         local: dict[fx.Node, Tensor],
-        fresh: dict[Region, _Slip],
+        fresh: Fresh,
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
         entry = (
             carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
         )
         parts = [gain * slips[s.node].norm for s, gain in step.gains]
-        norm = (
-            torch.stack(parts).square().sum().sqrt()
-            if step.combine == "root"
-            else sum(parts, torch.zeros(()))
-        )
+        norm = torch.stack(parts)
+        norm = torch.linalg.vector_norm(norm) if step.combine == "root" else norm.sum()
         norm = _grown(norm + _length(local[node]))
         slip = _Slip(_grown(entry), norm)
         slip = slip.least(slip.entry, _length(slip.entry))
@@ -245,9 +247,9 @@ class Rounding:
     def _fresh(
         self,
         region: Region,
-        slips: dict[fx.Node, _Slip],
+        slips: Slips,
         local: dict[fx.Node, Tensor],
-        fresh: dict[Region, _Slip],
+        fresh: Fresh,
     ) -> _Slip:
         """What a block adds of its own, given inputs that are off by nothing."""
         zero = slips[region.source]
@@ -257,9 +259,7 @@ class Rounding:
         return own[region.output]
 
 
-def _through(
-    region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], slip: _Slip
-) -> _Slip:
+def _through(region: Region, slips: Slips, fresh: Fresh, slip: _Slip) -> _Slip:
     """The error that enters a block leaves it at most `bound` times as large; what the block adds comes on top."""
     entering = slips[region.source].norm * region.bound
     own = fresh[region]

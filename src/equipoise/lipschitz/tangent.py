@@ -9,6 +9,7 @@ operations, activations, maxima and sorting; enclosures of balls and bounds of r
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,8 +21,6 @@ from equipoise.lipschitz.operations import (
     Join,
     Largest,
     Padded,
-    Piece,
-    Pieces,
     Scaled,
     Sorted,
     Sum,
@@ -37,9 +36,7 @@ Values = Mapping[fx.Node, Tensor]
 def supported(call: Call, step: Step) -> bool:
     """Whether `apply` knows this node: an affine operation whose coefficients are constants of the graph."""
     match step.map:
-        case (
-            Copy(same=True) | Pieces() | Piece() | Padded() | Join() | Weighted() | Scaled() | Sum()
-        ):
+        case Copy(same=True) | Padded() | Join() | Weighted() | Scaled() | Sum():
             return True
         case Copy() | Average():
             return len(call.node.all_input_nodes) == 1
@@ -47,53 +44,60 @@ def supported(call: Call, step: Step) -> bool:
             return False
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def apply(
     call: Call, step: Step, values: Values, *, offset: bool = False, magnitude: bool = False
 ) -> Tensor:
-    """The node on `values` (batches of one), its offset left out unless asked for."""
+    """The node on values.
+
+    Args:
+        call: the node.
+        step: what its rule says.
+        values: batches of one of the nodes that `step` names.
+        offset: whether its constant part is added.
+        magnitude: with the absolute values of all coefficients.
+    """
+    coefficient: Any = abs if magnitude else _same
     x = values[step.gains[0][0].node]
     match step.map:
-        case Copy(same=True) | Pieces():
+        case Copy(same=True):
             return x
-        case Piece(index=index):
-            return replay(step.gains[0][0].node, x)[index]
         case Copy() | Average():
             return first_of(replay(call.node, x))
         case Padded(fill=fill, run=run):
-            return run(x, (abs(fill) if magnitude else fill) if offset else 0.0)
+            return run(x, coefficient(fill) if offset else 0.0)
         case Weighted(weight=weight, bias=bias, run=run):
-            W, b = weight.double(), bias.detach().double() if offset and bias is not None else None
-            return run(x, W.abs(), None if b is None else b.abs()) if magnitude else run(x, W, b)
+            b = coefficient(bias.detach().double()) if offset and bias is not None else None
+            return run(x, coefficient(weight.double()), b)
         case Scaled(factor=factor, shift=shift, size=size):
-            plain = factor.numel() == 1 and float(factor) in (1.0, -1.0 if magnitude else 1.0)
-            y = x if plain else x * (factor.abs() if magnitude else factor)
+            factor = coefficient(factor)
+            y = x if factor.numel() == 1 and float(factor) == 1 else x * factor
             more = (size if magnitude else shift) if offset else None
-            return _expanded(y if more is None else y + more, call)
+            return (y if more is None else y + more).expand(call.shape)
         case Sum(weights=weights, shift=shift):
-            factors = [abs(w) if magnitude else w for w in weights]
             terms = [
-                values[s.node] if w == 1 else values[s.node] * w
-                for (s, _), w in zip(step.gains, factors, strict=True)
+                values[s.node] if coefficient(w) == 1 else values[s.node] * coefficient(w)
+                for (s, _), w in zip(step.gains, weights, strict=True)
             ]
             if offset and shift is not None:
-                terms.append(shift.abs() if magnitude else shift)
-            return _expanded(functools.reduce(torch.add, terms), call)
+                terms.append(coefficient(shift))
+            return functools.reduce(torch.add, terms).expand(call.shape)
         case Join(parts=parts, run=run):
             operands = iter([values[s.node] for s, _ in step.gains])
-            fixed = [None if c is None else c.abs() if magnitude else c for c in parts]
-            return run([next(operands) if c is None else c * float(offset) for c in fixed])
+            return run(
+                [next(operands) if c is None else coefficient(c) * float(offset) for c in parts]
+            )
         case _:
             raise AssertionError(f"{call.node.name} is not affine")
-
-
-def _expanded(total: Tensor, call: Call) -> Tensor:
-    return total if tuple(total.shape) == call.shape else total.expand(call.shape)
 
 
 def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
     """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries."""
     match step.map:
-        case Copy() | Pieces() | Piece() | Padded() | Join():
+        case Copy() | Padded() | Join():
             return 0.0
         case Weighted(weight=W):
             return gamma(max(W[0].numel(), W[:, 0].numel()) + 16, dtype)
@@ -119,9 +123,7 @@ def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
     """
     if curve.function is not None:
         return curve.function(x)
-    result: Tensor = perform(
-        call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs
-    )
+    result: Tensor = perform(call.node, lambda _: x)
     return result
 
 

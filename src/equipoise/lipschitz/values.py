@@ -7,13 +7,19 @@ hides from gradients what it does, by the identity that it is.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from equipoise.onnx.network import OnnxNode
+
+
+def aten_name(node: Any) -> str:
+    """`relu.default` for a node that runs an operation of aten; empty for anything else."""
+    target = getattr(node, "target", None)
+    return str(target).removeprefix("aten.") if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def where(node: fx.Node) -> str:
@@ -55,6 +61,7 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
 
 
+Lookup = Callable[[fx.Node], Any]
 _aten = torch.ops.aten
 #: operations that are not, in value or gradient, the function promised
 EXACT: dict[Any, Callable[..., Any]] = {
@@ -79,68 +86,42 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def perform(
-    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False
-) -> Any:
-    """One operation on these arguments.
+def perform(node: fx.Node, value: Lookup, *, exact: bool = False) -> Any:
+    """One operation on the values of its operands.
 
     Args:
         node: the operation.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        value: of every node that it reads.
         exact: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
     """
+    args: Any = fx.node.map_arg(node.args, value)
+    kwargs = fx.node.map_arg(node.kwargs, value)
     operation: Any = _aten.reshape.default if node.target in _RESHAPES else node.target
     if not exact:
         return operation(*args, **kwargs)
-    args, kwargs = [_widened(a) for a in args], {name: _widened(a) for name, a in kwargs.items()}
-    return EXACT.get(operation, operation)(*args, **kwargs)
+    kwargs = {name: _widened(a) for name, a in kwargs.items()}
+    return EXACT.get(operation, operation)(*map(_widened, args), **kwargs)
 
 
 def replay(node: fx.Node, x: Tensor) -> Any:
     """An operation with one tensor among its arguments, on another one; real functions, nothing overwritten."""
-    args: Any = fx.node.map_arg(node.args, lambda _: x)
-    return perform(node, args, fx.node.map_arg(node.kwargs, lambda _: x), exact=True)
+    return perform(node, lambda _: x, exact=True)
 
 
-def exactly(
-    node: fx.Node, values: Mapping[fx.Node, Any], constant: Callable[[fx.Node], Any]
-) -> Any:
-    """An operation in float64 on the values of its operands, and on constants."""
+def exactly(node: fx.Node, values: Mapping[fx.Node, Any], constant: Lookup) -> Any:
+    """An operation in float64.
 
-    def value(operand: fx.Node) -> Any:
-        return values[operand] if operand in values else in_float64(constant(operand))
-
-    args: Any = fx.node.map_arg(node.args, value)
-    return perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
+    Args:
+        node: the operation.
+        values: of its operands.
+        constant: gives the value of every other node that it reads.
+    """
+    return perform(
+        node, lambda n: values[n] if n in values else in_float64(constant(n)), exact=True
+    )
 
 
 def first_of(result: Any) -> Tensor:
     """The values of an operation that returns indices too."""
     first: Tensor = result[0] if isinstance(result, tuple | list) else result
     return first
-
-
-def evaluate(
-    nodes: Sequence[fx.Node],
-    constant: Callable[[fx.Node], Any],
-    values: dict[fx.Node, Any],
-    *,
-    exact: bool = False,
-) -> dict[fx.Node, Any]:
-    """Run the nodes in order.
-
-    Args:
-        nodes: operations in the order of the graph.
-        constant: gives the value of a constant.
-        values: of the inputs; filled with the results.
-        exact: as in `perform`.
-    """
-
-    def value(node: fx.Node) -> Any:
-        return values[node] if node in values else constant(node)
-
-    for node in nodes:
-        args: Any = fx.node.map_arg(node.args, value)
-        values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=exact)
-    return values

@@ -56,21 +56,16 @@ def attack(
     """
     examples = example_input if isinstance(example_input, tuple | list) else (example_input,)
     network = copy.deepcopy(require_module(model)).double().requires_grad_(False)
-    shapes = [x.shape for x in examples]
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = [x.numel() for x in examples]
     limit = math.inf if ball is None else ball * (1 - 1e-12)
 
     def inside(row: Tensor) -> Tensor:
         return row * min(1.0, limit / max(float(row.detach().norm()), 1e-300))
 
     def run(row: Tensor) -> Tensor:
-        parts = [
-            part.reshape(shape).clone()
-            for part, shape in zip(row.split(sizes), shapes, strict=True)
-        ]
-        return torch.cat(
-            [t.flatten() for t in flat_tensors(network(*parts)) if t.is_floating_point()]
-        )
+        parts = zip(row.split(sizes), examples, strict=True)
+        outputs = flat_tensors(network(*(part.reshape(x.shape).clone() for part, x in parts)))
+        return torch.cat([t.flatten() for t in outputs if t.is_floating_point()])
 
     generator = torch.Generator().manual_seed(seed)
     best = None

@@ -83,9 +83,8 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     if A.is_complex():
         return gram(A.to(dtype.to_complex()))
     n = A.shape[1]
-    step = (
-        n if n < 128 else -(-n // 8)
-    )  # eight rows of blocks leave seven sixteenths of the square out
+    # four rows of blocks leave three eighths of the square out, eight rows seven sixteenths
+    step = n if n < 128 else -(-n // (4 if n < 512 else 8))
     single = dtype is torch.float32
     G = torch.zeros(n, n, dtype=dtype)
     for piece in A.to(dtype).split(PIECE if single else len(A)):
@@ -411,7 +410,11 @@ def has_converged(
 
 
 def cholesky_bracket(
-    W: Tensor, rtol: float, start: Tensor | None = None, enough: float = 0.0
+    W: Tensor,
+    rtol: float,
+    start: Tensor | None = None,
+    enough: float = 0.0,
+    single: Tensor | None = None,
 ) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
@@ -422,6 +425,7 @@ def cholesky_bracket(
         rtol: relative gap to reach.
         start: a guess of the top vector of the smaller side.
         enough: an upper end that suffices; given with a start, it is tried first.
+        single: `syrk(W, float32)`, if it is there already.
 
     Returns:
         Both ends, and a vector near the top of the smaller side.
@@ -433,15 +437,16 @@ def cholesky_bracket(
     with single_thread(A.numel() * A.shape[1]):
         result = None
         if start is not None and not A.is_complex():
-            result = _bracket(A, torch.float32, rtol, start, limit)
-        result = result or _bracket(A, torch.float64, rtol, start, limit)
+            G = syrk(A, torch.float32) if single is None or e else single
+            result = _bracket(A, G, rtol, start, limit)
+        result = result or _bracket(A, syrk(A), rtol, start, limit)
         assert result is not None
         lower, upper, v = result
     return ldexp_down(lower, e), ldexp_up(upper, e), v
 
 
 def _bracket(
-    A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, enough: float
+    A: Tensor, G: Tensor, rtol: float, start: Tensor | None, enough: float
 ) -> Result | None:
     """The bracket from `G = syrk(A, dtype)`, which differs from the true Gram matrix by at most `error` in norm.
 
@@ -449,8 +454,7 @@ def _bracket(
     vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
     None where float32 cannot reach the tolerance.
     """
-    G = syrk(A, dtype)
-    n = len(G)
+    n, dtype = len(G), G.dtype
     error, size = syrk_error(A, G)
     # float32 steers well enough, unless it could not tell the top from its neighbours
     steering = G if rtol < 1e-5 else G.to(torch.complex64 if G.is_complex() else torch.float32)

@@ -24,6 +24,7 @@ from equipoise.maps.reading import read
 from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket, single_thread
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import complete_pair, gram_bracket, scaled, wide
+from equipoise.norms.sharded import is_sharded, sharded_norm
 
 Method = Literal["auto", "gram", "cholesky"]
 
@@ -46,7 +47,8 @@ def spectral_norm(
     Args:
         operator: matrices `(..., m, n)`, real or complex, batched; or an `nn.Linear`, `nn.Conv1d/2d/3d`,
             `nn.ConvTranspose1d/2d/3d` whose padding mode, stride, groups, dilation and effective weight are read off
-            the module. Anything else, and modules with hooks or an own forward, are refused.
+            the module. Anything else, and modules with hooks or an own forward, are refused. A sharded matrix (`DTensor`) is
+            bounded on its shards; all its processes have to call.
         rtol: relative gap to reach.
         input_size: spatial size of the layer's input. Unknown: the bracket is that of the supremum over all sizes.
         method: for matrices `gram` (Gram iteration), `cholesky` (Lanczos and a verified factorisation) or `auto`.
@@ -79,6 +81,8 @@ def spectral_norm(
             operator = form.matrix
         if not isinstance(operator, Tensor):
             raise InputError(f"expected a tensor or a layer, got {type(operator).__name__}")
+        if is_sharded(operator):
+            return _noted(sharded_norm(operator, rtol))
         W = _computable(operator.detach())
         with single_thread(W.numel() * min(W.shape[-2:], default=1)):
             return _noted(_matrix_bracket(W, rtol, method, dtype, vectors))

@@ -1,12 +1,13 @@
 """Norms of weights while they train: a proof made at one step is carried to the next ones, or made again.
 
-Two bounds are tried, the first that suffices is taken. With S the weight at the last proof, κ the factor by which it was scaled
-since, and W the weight of today,
+Bounds are tried from cheap to tight, the first that suffices is taken. With S the weight at the last proof, κ the factor by which
+it was scaled since, and W the weight of today,
 
     ‖W‖ ≤ κ·upper(S) + ‖W − κS‖,        ‖W‖ ≥ κ·lower(S) − ‖W − κS‖                              (Weyl)
 
 where the distance is bounded by the Frobenius norm for a matrix, and by `sup_ω ‖E_{W−κS}(ω)‖_F` times the norm of the padding
-map for a convolution. Otherwise the norm of W is proved directly: that it lies below the number that suffices, by one Cholesky
+map for a convolution. For a matrix the same distance is then charged only to what lies outside its few largest directions
+(`norms.deflation`). Otherwise the norm of W is proved directly: that it lies below the number that suffices, by one Cholesky
 factorisation (per frequency), or a tight bracket if it does not. `SingularVectors` follows a map from below: an estimate, never a
 certificate.
 """
@@ -14,6 +15,7 @@ certificate.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +28,6 @@ from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import (
     deflate,
-    frobenius,
     full_precision,
     gamma,
     inflate,
@@ -37,21 +38,40 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import circular_lattice, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import cholesky_bracket, perturb
+from equipoise.norms.cholesky import (
+    cholesky_bracket,
+    is_below,
+    lanczos,
+    perturb,
+    random_start,
+    syrk,
+    syrk_error,
+)
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.gram import small_side
+from equipoise.norms.deflation import (
+    DIRECTIONS,
+    Change,
+    deflated_bracket,
+    first_directions,
+    prove_rest,
+    rest_is_below,
+)
+from equipoise.norms.gram import rayleigh_lower, small_side
 from equipoise.norms.symbol import symbol_energy
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`lower ≤ ‖S‖ ≤ upper`, proved at the weight S. `settings` are what the proof was made with, `v` a vector near the top."""
+    """`lower ≤ ‖S‖ ≤ upper`, proved at the weight S. `settings` are what the proof was made with.
+
+    For a matrix they are ρ of `SᵀS ⪯ ρ²·I + TᵀT` (`norms.deflation`).
+    """
 
     S: Tensor
     lower: float
     upper: float
     settings: tuple[float, ...] = ()
-    v: Tensor | None = None
+    T: Tensor | None = None
 
     @cached_property
     def size(self) -> float:
@@ -79,6 +99,8 @@ class TrackedNorm:
     ) -> tuple[float, float]:
         """`(lower, upper)` of the norm, with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
 
+        To be called under `full_precision()`, which is slow to enter for every weight.
+
         Args:
             W: the weight as it is now.
             enough: an upper end that suffices.
@@ -86,7 +108,7 @@ class TrackedNorm:
             what: how to call the weight in an error.
             renew: False allows only the carried proof, where there is one: cheap, true, and looser.
         """
-        with torch.no_grad(), full_precision():
+        with torch.no_grad():
             lower, upper, size = self._ladder(self._prepared(W, what), enough, rtol, what, renew)
         self.last = (min(lower, upper), upper, size)
         return self.last[:2]
@@ -95,20 +117,20 @@ class TrackedNorm:
         self, A: Tensor, enough: float, rtol: float, what: str, renew: bool
     ) -> tuple[float, float, float]:
         if self.proof is not None and self._comparable(A):
-            lower, upper, size = self._carried(A, self.proof)
+            lower, upper, size, change = self._carried(A, self.proof)
             self.used["weyl"] += 1
             if not math.isfinite(upper):
-                require_finite(A, what)
+                self._require_finite(A, what)
             if upper > enough:
-                # where the weight really grew by what the difference allows, no new proof would say more
-                lower = max(lower, self._lower(A, self.proof, size))
+                low, high = self._followed(A, self.proof, size, change, enough, rtol)
+                lower, upper = max(lower, low), min(upper, high)
             if not renew or upper <= enough or upper <= (1 + rtol) * lower:
                 return lower, upper, size
-        require_finite(A, what)
+        self._require_finite(A, what)
         self.used["direct"] += 1
         lower, upper = self._direct(A, enough, rtol)
         self.kappa = 1.0
-        return lower, upper, _size(A)
+        return lower, upper, self._extent(A)[0]
 
     def scale(self, W: Tensor, factor: float) -> tuple[float, float]:
         """`W ← factor·W` in place, and both ends of its norm: every entry is rounded once.
@@ -121,7 +143,7 @@ class TrackedNorm:
         self.kappa *= factor
         lower, upper, size = (inflate(factor * x) for x in self.last)
         u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
-        rounding = inflate(u * size + math.sqrt(W.numel()) * tiny)
+        rounding = inflate(u * size + math.sqrt(self._extent(W, 0.0)[1]) * tiny)
         lost = self._spread(rounding)
         lower = max(0.0, deflate(deflate(deflate(lower) - lost)))
         self.last = (lower, inflate(upper + lost), inflate(size + rounding))
@@ -134,7 +156,7 @@ class TrackedNorm:
         p = self.proof
         numbers = torch.tensor([self.kappa, p.lower, p.upper, *p.settings], dtype=torch.float64)
         state = {"S": p.S.clone(), "numbers": numbers}
-        return state if p.v is None else {**state, "v": p.v.clone()}
+        return state if p.T is None else {**state, "T": p.T.clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -143,14 +165,14 @@ class TrackedNorm:
         if "S" not in state:
             return
         S = require_finite(state["S"], "stored weight").clone()
-        v = state.get("v")
+        T = state.get("T")
         kappa, lower, upper, *settings = (
             state["numbers"].tolist() if len(state["numbers"]) >= 3 else (math.nan,) * 3
         )
         if not all(0 <= x < math.inf for x in (kappa, lower, upper, *settings)):
             return
         claim = Proof(
-            S, lower, upper, tuple(settings), None if v is None else require_finite(v).clone()
+            S, lower, upper, tuple(settings), None if T is None else require_finite(T).clone()
         )
         with full_precision():
             if self._holds(claim):
@@ -160,13 +182,13 @@ class TrackedNorm:
         S = None if self.proof is None else self.proof.S
         return S is not None and S.shape == A.shape and S.dtype == A.dtype and S.device == A.device
 
-    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float, float]:
-        """What the last proof says of A, by Weyl's inequality, and a bound of `‖A‖_F`.
+    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float, float, Change]:
+        """What the last proof says of A, by Weyl's inequality, a bound of `‖A‖_F`, and `A − κS`.
 
         Every entry of `A − κS` is rounded twice: by u times that of κS, and by u times that of the result.
         """
         kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
-        difference = torch.sub(A, proof.S, alpha=kappa)
+        difference = torch.sub(A, proof.S, alpha=kappa, out=_scratch(A))
         d = _size(difference)
         s = inflate(kappa * proof.size)
         u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
@@ -174,7 +196,14 @@ class TrackedNorm:
         distance = inflate(self._distance(difference, d) + self._spread(rounding))
         lower = max(0.0, deflate(kappa * proof.lower) - distance)
         upper = inflate(inflate(kappa * proof.upper) + distance)
-        return lower, upper, inflate(s + d + rounding)
+        return lower, upper, inflate(s + d + rounding), Change(difference, d, rounding)
+
+    def _require_finite(self, A: Tensor, what: str) -> None:
+        require_finite(A, what)
+
+    def _extent(self, A: Tensor, size: float | None = None) -> tuple[float, int]:
+        """`‖A‖_F`, unless it is given, and the number of entries."""
+        return _size(A) if size is None else size, A.numel()
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         raise NotImplementedError
@@ -187,9 +216,11 @@ class TrackedNorm:
         """The largest norm of the map of a weight whose Frobenius norm is at most `size`."""
         return size
 
-    def _lower(self, A: Tensor, proof: Proof, size: float) -> float:
-        """A cheap lower bound of the norm of A from what the last proof knows of its top."""
-        return 0.0
+    def _followed(
+        self, A: Tensor, proof: Proof, size: float, change: Change, enough: float, rtol: float
+    ) -> tuple[float, float]:
+        """A tighter bracket of the norm of A, from directions that are followed."""
+        return 0.0, math.inf
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         """A new proof at A."""
@@ -201,10 +232,29 @@ class TrackedNorm:
 
 
 def _size(A: Tensor) -> float:
-    """`‖A‖_F`, rounded up. Summed along memory, which is several times faster."""
-    if A.dim() == 2:
-        return float(frobenius(A.mT if A.mT.is_contiguous() else A))
-    return float(frobenius(A.reshape(len(A), -1)))
+    """`‖A‖_F`, rounded up; like `frobenius`, with fewer operations, and summed along memory, which is several times faster."""
+    rows = A.mT if A.dim() == 2 and A.mT.is_contiguous() else A.reshape(len(A), -1)
+    norm = float(torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1).double()))
+    if norm == 0 and not bool(A.any()):
+        return 0.0
+    slack = (1 + gamma(rows.shape[1] + 8, A.dtype)) * (1 + gamma(len(rows) + 8, torch.float64))
+    return inflate(norm * slack) + math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
+
+
+_SCRATCH = threading.local()
+
+
+def _scratch(like: Tensor) -> Tensor:
+    """Memory for a tensor of this shape, the same for all weights: fresh memory costs more than the difference put there."""
+    kind = f"{like.device} {like.dtype}"
+    buffer = getattr(_SCRATCH, kind, None)
+    if buffer is None or buffer.numel() < like.numel():
+        buffer = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        setattr(_SCRATCH, kind, buffer)
+    flat = buffer[: like.numel()]
+    if like.dim() == 2 and like.mT.is_contiguous():
+        return flat.view(like.mT.shape).mT
+    return flat.view(like.shape)
 
 
 class TrackedMatrix(TrackedNorm):
@@ -219,6 +269,9 @@ class TrackedMatrix(TrackedNorm):
     True
     """
 
+    #: directions that are followed, as rows
+    Q: Tensor
+
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         if W.dim() != 2 or W.is_complex():
             raise InputError(
@@ -227,37 +280,78 @@ class TrackedMatrix(TrackedNorm):
         A = W.detach().to(working_dtype(W.dtype))
         return small_side(A) if A.numel() else require_finite(A, what)
 
-    def _lower(self, A: Tensor, proof: Proof, size: float) -> float:
-        """`‖Av‖/‖v‖` after a power step, less `γ‖A‖_F` for the rounding of the product."""
-        assert proof.v is not None
-        v = A.mT @ (A @ proof.v.to(A))
-        length = _size(v[None])
-        if not 0 < length < math.inf:
-            return 0.0
-        v = v / length
-        g = gamma(sum(A.shape) + 8, A.dtype)
-        value = float(torch.linalg.vector_norm(A @ v)) * (1 - 2 * g)
-        lost = math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)  # squares that underflow
-        value = deflate(value / _size(v[None]) - inflate(g * size + lost))
-        return value if 0 < value < math.inf else 0.0
-
-    def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        start = self.proof.v if self.proof is not None and self._comparable(A) else None
-        lower, upper, v = cholesky_bracket(
-            A, rtol / 2, start=None if start is None else perturb(start), enough=enough
-        )
-        # a margin to prove both ends again when the state is loaded
-        self.proof = Proof(A.clone(), deflate(lower * (1 - 1e-6)), inflate(upper * (1 + 1e-9)), v=v)
+    def _followed(
+        self, A: Tensor, proof: Proof, size: float, change: Change, enough: float, rtol: float
+    ) -> tuple[float, float]:
+        assert proof.T is not None
+        T, rest = self.kappa * proof.T, inflate(self.kappa * proof.settings[0])
+        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough, rtol)
         return lower, upper
 
+    def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
+        cpu = A.cpu()
+        if self.proof is None or not self._comparable(A):
+            self.Q = first_directions(A)
+            lower, upper, _ = cholesky_bracket(cpu, rtol / 2, enough=enough)
+        else:
+            G = syrk(cpu, torch.float32)
+            self.proof = self._by_directions(A, G, enough, rtol)
+            if self.proof is not None:
+                return self.proof.lower, self.proof.upper
+            start = perturb(self.Q[0].cpu())
+            lower, upper, _ = cholesky_bracket(cpu, rtol / 2, start, enough, G)
+        # a margin to prove both ends again when the state is loaded
+        lower, upper = deflate(lower * (1 - 1e-6)), inflate(upper * (1 + 1e-9))
+        T = self.Q.new_zeros(1, A.shape[1], dtype=torch.float64)
+        self.proof = Proof(A.clone(), lower, upper, (upper,), T)
+        return lower, upper
+
+    def _by_directions(self, A: Tensor, G: Tensor, enough: float, rtol: float) -> Proof | None:
+        """A proof by the directions that are followed; None where there are too few, or it would be too loose."""
+        if A.shape[1] < 4 * DIRECTIONS:
+            return None
+        rest = prove_rest(G, syrk_error(A, G)[0], self.Q.cpu())
+        if rest is None:
+            return None
+        Q, T, rho = rest
+        self.Q, T = Q.to(A), T.to(A.device)
+        lower, upper, self.Q = deflated_bracket(A, _size(A), self.Q, T, rho)
+        if upper > enough and upper > (1 + rtol) * lower:
+            return None
+        # a margin to prove the lower end again when the state is loaded
+        return Proof(A.clone(), lower * (1 - 1e-6), upper, (rho,), T)
+
     def _holds(self, claim: Proof) -> bool:
-        S, v = claim.S, claim.v
-        if S.dim() != 2 or v is None or v.shape != S.shape[1:] or S.shape[0] < S.shape[1]:
+        S, T = claim.S, claim.T
+        if S.dim() != 2 or T is None or T.shape[1:] != S.shape[1:] or S.shape[0] < S.shape[1]:
             raise InputError(
-                f"a stored weight of shape {tuple(S.shape)} and its vector do not belong together"
+                f"a stored weight of shape {tuple(S.shape)} and its directions do not belong together"
             )
-        lower, upper, _ = cholesky_bracket(S.double(), 1e-3, start=v, enough=claim.upper)
-        return lower >= claim.lower and upper <= claim.upper
+        A = S.double().cpu()
+        v = lanczos(lambda x: A.mT @ (A @ x), random_start(A.shape[1], A), 200, 1e-12)
+        G = syrk(A)
+        error, _ = syrk_error(A, G)
+        rest = deflate(claim.settings[0])
+        return (
+            float(rayleigh_lower(A, v)) >= claim.lower
+            and is_below(G, deflate(claim.upper**2), error)
+            and rest_is_below(G, error, T.double().cpu(), deflate(rest**2))
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What exact resuming needs, the directions that are followed included."""
+        state = super().state_dict()
+        return {**state, "Q": self.Q.clone()} if state else state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`; directions are not trusted, bounds only get looser by wrong ones."""
+        super().load_state_dict(state)
+        if self.proof is None:
+            return
+        Q, n = state.get("Q"), self.proof.S.shape[1]
+        if Q is None or Q.dim() != 2 or Q.shape[1] != n or Q.dtype != self.proof.S.dtype:
+            raise InputError(f"the stored directions do not fit a weight with {n} columns")
+        self.Q = require_finite(Q, "stored directions").clone()
 
 
 class TrackedConvolution(TrackedNorm):

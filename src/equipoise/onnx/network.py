@@ -137,24 +137,17 @@ class OnnxNetwork(nn.Module):
 
         source, self._source = self._source, None
         as_stored = [x.dtype for x in inputs] == list(self.graph.dtypes.values())
-        if (
-            source is not None
-            and as_stored
-            and entries <= LARGEST_COMPARED
-            and not torch.compiler.is_exporting()
-        ):
+        if source is not None and as_stored and entries <= LARGEST_COMPARED:
             require_same_results(self, source, self._named(inputs))
         return self
 
     def _require_declared(self, values: Values) -> None:
         """Refuse a network whose values have other shapes than its file states: one of the two is misread."""
         for name, declared in self.graph.declared.items():
-            shape = tuple(values[name].shape) if name in values else declared
-            if not _fits(shape, declared):
-                stated = tuple(size or "any" for size in declared)
+            if name in values and not _fits(values[name], declared):
                 raise Refused(
-                    f"value {name!r} of the ONNX file has shape {shape} here, and the file states {stated}: export it again, or "
-                    "report the file"
+                    f"value {name!r} of the ONNX file has shape {tuple(values[name].shape)} here, and the file states "
+                    f"{_stated(declared)}: export it again, or report the file"
                 )
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -199,10 +192,9 @@ class OnnxNetwork(nn.Module):
                 f"the ONNX network takes {len(self.graph.inputs)} inputs, got {len(inputs)}"
             )
         for (name, declared), x in zip(self.graph.inputs.items(), inputs, strict=True):
-            if not _fits(tuple(x.shape), declared):
-                expected = tuple(size or "any" for size in declared)
+            if not _fits(x, declared):
                 raise InputError(
-                    f"input {name!r} of the ONNX network has shape {expected}, got {tuple(x.shape)}"
+                    f"input {name!r} of the ONNX network has shape {_stated(declared)}, got {tuple(x.shape)}"
                 )
         return dict(zip(self.graph.inputs, inputs, strict=True))
 
@@ -226,15 +218,7 @@ class OnnxNetwork(nn.Module):
             outputs = node(*inputs)
         except EquipoiseError:
             raise
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            IndexError,
-            KeyError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
+        except Exception as error:  # whatever an operator raises on inputs that do not fit
             shapes = [tuple(x.shape) if isinstance(x, Tensor | np.ndarray) else x for x in inputs]
             raise InputError(
                 f"ONNX node {spec.name!r} ({spec.kind}) does not fit inputs of shapes {shapes}: {one_line(error)}"
@@ -244,15 +228,11 @@ class OnnxNetwork(nn.Module):
     def _plain_numbers(self, inputs: list[Any], spec: Spec, arrays: Arrays) -> list[Any]:
         """A constant of one entry that meets data as a plain number, where that does not change the result's shape."""
         for place, name in enumerate(spec.inputs):
-            other = spec.inputs[1 - place]
-            if name in self._dynamic or other not in self._dynamic:
+            if name in self._dynamic or spec.inputs[1 - place] not in self._dynamic:
                 continue
             value = arrays[name]
-            if (
-                value.size == 1
-                and value.dtype.kind == "f"
-                and value.ndim <= inputs[1 - place].dim()
-            ):
+            plain = value.size == 1 and value.dtype.kind == "f"
+            if plain and value.ndim <= inputs[1 - place].dim():
                 inputs[place] = float(value.item())
         return inputs
 
@@ -306,11 +286,15 @@ def _label(spec: Spec, index: int, network: nn.Module) -> str:
     return label if unique else f"{label}@{index}"
 
 
-def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
-    """Whether a shape is the declared one, in which 0 stands for any size."""
-    return len(shape) == len(declared) and all(
-        d in (0, n) for d, n in zip(declared, shape, strict=True)
+def _fits(x: Tensor, declared: tuple[int, ...]) -> bool:
+    """Whether a tensor has the declared shape, in which 0 stands for any size."""
+    return x.dim() == len(declared) and all(
+        d in (0, n) for d, n in zip(declared, x.shape, strict=True)
     )
+
+
+def _stated(declared: tuple[int, ...]) -> tuple[int | str, ...]:
+    return tuple(size or "any" for size in declared)
 
 
 def _shapes(inputs: tuple[Tensor, ...]) -> tuple[torch.Size, ...]:

@@ -159,13 +159,6 @@ def _indices(spec: Spec, index: np.ndarray, size: int) -> Tensor:
     return torch.from_numpy(np.where(index < 0, index + size, index).astype(np.int64))
 
 
-def _places(spec: Spec, x: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
-    """Indices of entries or blocks, the last dimension running over the leading axes of the tensor."""
-    if not 1 <= index.shape[-1] <= x.dim():
-        raise spec.refuse(f"indices of {index.shape[-1]} axes for a tensor of {x.dim()} dimensions")
-    return tuple(_indices(spec, index[..., i], x.shape[i]) for i in range(index.shape[-1]))
-
-
 @operator("Split")
 def _split(
     spec: Spec, x: Tensor, split: list[int] | None = None, *, axis: int = 0
@@ -217,30 +210,19 @@ def _gather_elements(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0)
 
 @operator("GatherND")
 def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0) -> Tensor:
-    if batch_dims:
-        raise spec.refuse("batch_dims are not supported")
-    return x[_places(spec, x, index)]
-
-
-@operator("ScatterND")
-def _scatter_nd(
-    spec: Spec, x: Tensor, index: np.ndarray, updates: Tensor, *, reduction: str = "none"
-) -> Tensor:
-    if reduction not in ("none", "add"):
-        raise spec.refuse(f"reduction {reduction!r} is not supported")
-    return x.index_put(_places(spec, x, index), updates, accumulate=reduction == "add")
+    if batch_dims or not 1 <= index.shape[-1] <= x.dim():
+        raise spec.refuse("batch_dims, or indices of more axes than the tensor has")
+    return x[
+        tuple(
+            _indices(spec, part, n)
+            for part, n in zip(np.moveaxis(index, -1, 0), x.shape, strict=False)
+        )
+    ]
 
 
 @operator("Trilu")
 def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) -> Tensor:
     return (torch.triu if upper else torch.tril)(x, int(k or 0))
-
-
-@operator("TopK")
-def _topk(
-    spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1
-) -> tuple[Tensor, ...]:
-    return tuple(torch.topk(x, int(k), _axis(spec, axis, x), bool(largest)))
 
 
 # ---- resampling ---------------------------------------------------------------------------------------------------------

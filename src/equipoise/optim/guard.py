@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket, format_up
 from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import deflate, inflate, unit_roundoff
+from equipoise.core.precision import deflate, full_precision, inflate, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.norms.sharded import TrackedShards, is_sharded
 from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers.selection import (
     LINEAR_MAPS,
@@ -47,7 +48,9 @@ class Place:
 
     @property
     def weight(self) -> Tensor:
-        """The numbers that are bounded: the parameter itself, or a view of its rows."""
+        """The numbers that are bounded: the parameter itself, a view of its rows, or this process's shard."""
+        if is_sharded(self.parameter):
+            return local_part(self.parameter)
         return self.parameter if self.rows is None else self.parameter.detach()[slice(*self.rows)]
 
     @property
@@ -97,7 +100,14 @@ class Guarded:
                     f"{place.name!r} has another padding, stride, dilation or groups than when the guard was made, so its "
                     "proof is about another map: make a new guard"
                 )
-        return tuple((p._version, p.data_ptr(), p.dtype) for p in self.aliases)
+        parts = [local_part(p) for p in self.aliases]
+        return tuple((p._version, p.data_ptr(), p.dtype) for p in parts)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The numbers of a parameter that this process holds."""
+    sharded: Any = parameter.detach()
+    return sharded.to_local() if is_sharded(sharded) else parameter
 
 
 class SpectralGuard:
@@ -127,7 +137,9 @@ class SpectralGuard:
     `R·(1 + tolerance)`. Weights written to by others are noticed by their version and bracketed anew; writes through `.data` or
     NumPy leave no trace there: `bounds(check=True)` compares the values. A layer with NaN or infinities is refused by name.
 
-    Under `torch.distributed` every rank proves its own weights and takes the weights that rank 0 brought back, so all ranks stay
+    Sharded matrices (`DTensor`) are proved on their shards, which every rank scales by the same number.
+
+    Under `torch.distributed` every rank proves its other weights and takes those that rank 0 brought back, so that all ranks stay
     equal bit for bit.
 
     Args:
@@ -190,6 +202,11 @@ class SpectralGuard:
         radii = _radii(list(places), radius)
         places = {name: place for name, place in places.items() if name in radii}
         kernels = {name: place.module for name, place in places.items() if place.is_convolution}
+        sharded = [name for name, place in places.items() if is_sharded(place.parameter)]
+        if how in ("clip", "hammer") and sharded:
+            raise InputError(
+                f"how={how!r} needs whole matrices, and {sharded[0]!r} is sharded; take how='cap'"
+            )
         if how in ("clip", "hammer") and kernels:
             raise InputError(
                 f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
@@ -230,7 +247,7 @@ class SpectralGuard:
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Check and bring back after every `step()` of these optimizers, until `detach()`."""
         for optimizer in optimizers:
-            host = _hooked(optimizer)
+            host = hooked_optimizer(optimizer)
             if not any(one.trained_by(host) for one in self.layers):
                 raise InputError(
                     f"this {type(host).__name__} trains none of the guarded weights; attach the optimizer that does, and give "
@@ -255,9 +272,11 @@ class SpectralGuard:
         Free where nothing was written to the weights since the last step; `check=True` compares all values with those that
         the proof is about, which also sees writes through `.data`. Nothing is brought back here.
         """
-        for one in self.layers:
-            if check or one.current_stamp() != one.stamp:
-                self._bracket(one)
+        stale = [one for one in self.layers if check or one.current_stamp() != one.stamp]
+        if stale:
+            with full_precision():
+                for one in stale:
+                    self._bracket(one)
         return {
             name: Bracket(one.lower, one.upper, method="carried", note=f"radius {one.radius:g}")
             for one in self.layers
@@ -316,8 +335,9 @@ class SpectralGuard:
             one.tracked.load_state_dict(
                 {key: value.to(one.weight.device) for key, value in part.items()}
             )
-            kept = copy.deepcopy(one.tracked)  # later decisions must stay what they would have been
-            self._bracket(one)
+            kept = copy.copy(one.tracked)  # later decisions must stay what they would have been
+            with full_precision():
+                self._bracket(one)
             one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -350,8 +370,11 @@ class SpectralGuard:
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         return low or one.upper > self._limit(one)
 
-    @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
+        with torch.no_grad(), full_precision():
+            self._hold(layers)
+
+    def _hold(self, layers: list[Guarded]) -> None:
         for one in layers:
             self._bracket(one)
         for attempt in range(60):
@@ -371,6 +394,11 @@ class SpectralGuard:
 
     def _bring_back(self, one: Guarded, attempt: int) -> None:
         one.restored += attempt == 0
+        if isinstance(
+            one.tracked, TrackedShards
+        ):  # every process scales its shard by the same number
+            self._scale(one, attempt)
+            return
         if _is_leader():
             if attempt == 0 and self.how in ("clip", "hammer"):
                 radius = one.radius * (1 - self.headroom)
@@ -407,7 +435,7 @@ class SpectralGuard:
             self._bracket(one)
 
 
-def _hooked(optimizer: Any) -> torch.optim.Optimizer:
+def hooked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks really run: the one given, or the one inside a wrapper that has none."""
     host = optimizer
     while host is not None:
@@ -447,11 +475,12 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
 def _place(name: str, module: nn.Module, attribute: str = "weight", **options: Any) -> Place:
     """A place, refused where its parameter is computed, sharded or repeats its own memory."""
     parameter = plain_weight(name, module, attribute)
-    if hasattr(parameter, "placements"):
-        raise Refused(
-            f"the weight of {name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for"
-        )
-    if any(
+    if is_sharded(parameter):
+        if parameter.dim() != 2 or options.get("rows") is not None:
+            raise Refused(
+                f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
+            )
+    elif any(
         step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
     ):
         raise Refused(
@@ -511,11 +540,13 @@ def _weights(
             raise Refused(
                 f"{names} share one kernel: their norms may differ; leave all but one out"
             )
-        tracked = (
-            TrackedConvolution(first.module, sizes[first.name])
-            if first.is_convolution
-            else TrackedMatrix()
-        )
+        tracked: TrackedNorm
+        if first.is_convolution:
+            tracked = TrackedConvolution(first.module, sizes[first.name])
+        elif is_sharded(first.parameter):
+            tracked = TrackedShards(first.parameter, owner=len(guarded))
+        else:
+            tracked = TrackedMatrix()
         guarded.append(Guarded(users, [], min(radii[place.name] for place in users), tracked))
     for i, one in enumerate(guarded):
         for other in guarded[:i]:
@@ -530,6 +561,7 @@ def _weights(
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have memory in common."""
+    a, b = local_part(a), local_part(b)
     if (
         a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
         or not a.numel()

@@ -11,16 +11,17 @@ from equipoise.core.errors import InputError
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for matrices and AdamW at a tenth of the rate for kernels, biases and scales, as one optimizer.
+    """Muon for matrices and AdamW at a tenth of the rate for kernels, biases and scales, as one optimizer.
 
-    Groups with `orthonormal=True` hold stacks of matrices `(…, m, n)` that stay orthonormal, as those of BCOP layers: a step of
-    norm about `lr` along the orthogonalised momentum, then three steps `W ← (3/2)W − (1/2)WWᵀW` back.
+    A matrix moves along its orthogonalised momentum, by `lr·√max(1, m/n)` as in `torch.optim.Muon`. Groups with
+    `orthonormal=True` hold stacks of matrices `(…, m, n)` that stay orthonormal, as those of BCOP layers: a step of norm about
+    `lr`, then three steps `W ← (3/2)W − (1/2)WWᵀW` back.
 
     Args:
         params: parameters or groups, as for any optimizer.
         lr: step size of matrices.
         momentum: of matrices.
-        weight_decay: decoupled, for all.
+        weight_decay: decoupled, for all but orthonormal matrices.
 
     Reference: Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 
@@ -39,56 +40,59 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         require_number(lr, "lr", least=0)
         require_number(momentum, "momentum", least=0, most=1)
-        if not hasattr(torch.optim, "Muon"):
-            raise InputError(
-                f"Muon is part of torch from 2.9 on, and this is torch {torch.__version__}: upgrade torch"
-            )
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        #: number of the group, factor of its rate, optimizer of the matrices or of the rest
-        self.parts: list[tuple[int, float, torch.optim.Optimizer]] = []
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "orthonormal": False})
+        #: the optimizer of what is no matrix, by the number of its group
+        self.rest: dict[int, torch.optim.Optimizer] = {}
         for i, group in enumerate(self.param_groups):
-            if group.setdefault("orthonormal", False):
-                continue
-            decay = group["weight_decay"]
-            matrices = [p for p in group["params"] if p.ndim == 2]
-            rest = [p for p in group["params"] if p.ndim != 2]
-            if matrices:
-                muon = torch.optim.Muon(matrices, momentum=group["momentum"], weight_decay=decay)
-                self.parts.append((i, 1.0, muon))
+            rest = [p for p in group["params"] if p.ndim != 2 and not group["orthonormal"]]
             if rest:
-                self.parts.append((i, 0.1, torch.optim.AdamW(rest, weight_decay=10 * decay)))
+                decay = 10 * group["weight_decay"]
+                self.rest[i] = torch.optim.AdamW(rest, weight_decay=decay)
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for i, factor, part in self.parts:
-            part.state = (
-                self.state
-            )  # one state for all, so that state_dict and load_state_dict are torch's own
-            part.param_groups[0]["lr"] = factor * self.param_groups[i]["lr"]
-            part.step()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if group["orthonormal"] and p.grad is not None:
-                        self._turn(p, p.grad, group["lr"], group["momentum"])
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None and (p.ndim == 2 or group["orthonormal"]):
+                    self._turn(p, p.grad, **group)
+            if i in self.rest:
+                # one state for all, so that state_dict and load_state_dict are torch's own
+                self.rest[i].state = self.state
+                self.rest[i].param_groups[0]["lr"] = 0.1 * group["lr"]
+                self.rest[i].step()
         return loss
 
-    def _turn(self, p: Tensor, gradient: Tensor, lr: float, momentum: float) -> None:
+    def _turn(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        orthonormal: bool,
+        **others: Any,
+    ) -> None:
         average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         average.lerp_(gradient, 1 - momentum)
-        M = gradient.lerp(average, momentum)
-        W = p
+        W, M = p, gradient.lerp(average, momentum)
         if p.shape[-2] > p.shape[-1]:
             W, M = p.mT, M.mT
-        # the five steps of torch.optim.Muon, for stacks of matrices
-        M = (M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(1e-7)).bfloat16()
+        M = M.bfloat16()
+        M = M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(1e-7)
         for _ in range(5):
             A = M @ M.mT
             M = 3.4445 * M + (-4.7750 * A + 2.0315 * (A @ A)) @ M
+        if not orthonormal:
+            longer = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+            W.mul_(1 - lr * weight_decay).sub_(lr * longer * M.to(W.dtype))
+            return
         turned = W - lr * M.to(W.dtype)
         for _ in range(3):
             turned = 1.5 * turned - 0.5 * (turned @ turned.mT @ turned)

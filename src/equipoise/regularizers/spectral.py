@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.checks import require_number, require_one_of
 from equipoise.core.errors import InputError
+from equipoise.core.precision import full_precision
 from equipoise.maps.linear import Convolution, Linear
 from equipoise.maps.reading import geometry_of, linear_part, module_kind
 from equipoise.norms.differentiable import gram_norm, map_norm
@@ -199,7 +200,8 @@ class SpectralPenalty:
             return sigma
         enough = self.target if self.kind == "hinge" else 0.0
         W = selection.weight_of(module).detach()
-        upper = self._tracked[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
+        with full_precision():
+            upper = self._tracked[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
         return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
 
 

@@ -12,10 +12,11 @@ from equipoise.runs.jobs import (
     start,
 )
 from equipoise.runs.run import Results, Run, Summary, Violation, open_run
+from equipoise.runs.sources import normalised, portable
 from equipoise.runs.store import AttackRow, Row, Settings, is_run, versions
 
 __all__ = [
     "Answer", "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
-    "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "open_run", "predict_run", "preflight", "prepare",
-    "prove", "start", "versions",
+    "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "normalised", "open_run", "portable", "predict_run",
+    "preflight", "prepare", "prove", "start", "versions",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from equipoise.attacks import misclassified, pgd, smooth_pgd
 from equipoise.core.bounds import format_down
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.checks import require_number
+from equipoise.core.errors import EquipoiseError, InputError, Refused
+from equipoise.core.files import guarded
 from equipoise.runs.jobs import Job, prepare, usable_device
 from equipoise.runs.run import Run, Violation, as_levels, open_run
 from equipoise.runs.sources import InputId, Inputs, Item, Selection, portable
 from equipoise.runs.store import AttackRow, Row, Store, differences, locked
 from equipoise.runs.workers import TaskSpec, require_dimension
-from equipoise.smoothing import Stream
+from equipoise.smoothing import SmoothedClassifier, Stream
 from equipoise.smoothing.noise import noise_key
 
 #: multiples of the certified radius that are attacked: nothing may break at the first, the second shows the attack's power
@@ -129,8 +131,7 @@ def attack_run(
     run = run if isinstance(run, Run) else open_run(run)
     levels = [level for level in as_levels(epsilons) if level > 0]
     for name, value in {"steps": steps, "restarts": restarts, "votes": votes}.items():
-        if not isinstance(value, int) or not 1 <= value <= 10**7:
-            raise InputError(f"{name} must be a whole number from 1 to 10,000,000, got {value!r}")
+        require_number(value, name, least=1, most=10**7, whole=True)
     job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
     changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
     if changes:
@@ -140,38 +141,40 @@ def attack_run(
     if not job.inputs.labelled:
         raise InputError(f"{job.inputs.name} has no labels: an attack needs them")
 
-    attacker = _Attacker(run, job, steps, restarts, votes, seed)
+    attacker = _Attacker(run, job, votes, {"steps": steps, "restarts": restarts, "seed": seed})
     rows = run.rows[:limit]
-    stored: dict[tuple[InputId, float], bool] = {}
+    attacked: list[InputId] = []
+    failures: dict[str, str] = {}
     with locked(run.folder), Store(run.folder, run.manifest, writable=True) as store:
-        for old in store.attacks():
-            if (old.steps, old.restarts, old.seed) == (steps, restarts, seed):
-                stored[old.id, old.epsilon] = old.success
+        success = {
+            (old.id, old.epsilon): old.success
+            for old in store.attacks()
+            if old.model_dump(include={"steps", "restarts", "seed"}) == attacker.settings
+        }
         for count, row in enumerate(rows, 1):
             radii = attacker.radii(row, levels)
-            if any((row.id, epsilon) not in stored for epsilon in radii):
-                fresh = attacker.attack(
-                    job.inputs.attempt(row.position, run.settings.num_classes), radii
-                )
-                store.put_attacks(fresh)
-                stored |= {(new.id, new.epsilon): new.success for new in fresh}
+            try:
+                if any((row.id, epsilon) not in success for epsilon in radii):
+                    item = job.inputs.attempt(row.position, run.settings.num_classes)
+                    fresh = attacker.attack(item, radii)
+                    store.put_attacks(fresh)
+                    success |= {(new.id, new.epsilon): new.success for new in fresh}
+                attacked += [row.id] if radii else []
+            except Refused as error:
+                failures[str(row.id)] = str(error)
             if progress is not None:
                 progress(count, len(rows))
 
-    inside, broken = run.contradictions(attacker.results)
     certified = attacker.certified
-    failures = attacker.failures
-    whole = [row.id for row in rows if attacker.radii(row, levels) and str(row.id) not in failures]
-    count = max(len(whole), 1)
+    count = max(len(attacked), 1)
     return AttackSummary(
         str(run.folder),
         attacker.kind,
-        len(whole),
-        inside,
-        broken,
-        sum(stored.get((name, certified[name] * BEYOND), False) for name in whole),
-        {e: sum(not stored[name, e] for name in whole) / count for e in levels},
-        {e: sum(certified[name] >= e for name in whole) / count for e in levels},
+        len(attacked),
+        *run.contradictions(attacker.results),
+        sum(success.get((name, certified[name] * BEYOND), False) for name in attacked),
+        {e: sum(not success[name, e] for name in attacked) / count for e in levels},
+        {e: sum(certified[name] >= e for name in attacked) / count for e in levels},
         failures,
     )
 
@@ -182,11 +185,8 @@ class _Attacker:
 
     run: Run
     job: Job
-    steps: int
-    restarts: int
     votes: int
-    seed: int
-    failures: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.kind: Any = "base" if self.run.kind == "proved" else "smoothed"
@@ -208,36 +208,23 @@ class _Attacker:
         return sorted(own | set(levels))
 
     def attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
-        """One row for each radius of an input, from the smallest on; an input that cannot be attacked is a failure.
+        """One row for each radius of an input, from the smallest on.
 
         Args:
             item: the input.
             radii: sorted.
         """
-        try:
-            if item.problem is not None:
-                raise Refused(item.problem)
-            return self._attack(item, radii)
-        except Refused as error:
-            self.failures[str(item.id)] = str(error)
-            return []
-        except EquipoiseError:
-            raise
-        except Exception as error:  # whatever the user's own code raises
-            shape = tuple(item.x.shape)
-            raise InputError(
-                f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}"
-            ) from error
+        if item.problem is not None:
+            raise Refused(item.problem)
+        what = f"an attack at an input of shape {tuple(item.x.shape)}"
+        rows: list[AttackRow] = guarded(lambda: self._attack(item, radii), what)
+        return rows
 
     def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
         x = item.x[None].to(self.job.device)
         y = torch.tensor([item.label], device=self.job.device)
-        settings: dict[str, Any] = {
-            "steps": self.steps,
-            "restarts": self.restarts,
-            "seed": self.seed,
-        }
-        fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
+        seed = self.settings["seed"]
+        fresh = noise_key(seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
         def counts(z: Tensor, distance: float) -> bool:
             """Whether a success counts: a smoothed one inside a certificate only if fresh draws confirm it.
@@ -251,46 +238,52 @@ class _Attacker:
             return self._wrong(z, y, fresh, 10 * self.votes, CONFIRMED)
 
         reached = math.inf
-        if self._wrong(x, y, self.seed + 2, self.votes, SUCCESS) and counts(x, 0.0):
+        if self._wrong(x, y, seed + 2, self.votes, SUCCESS) and counts(x, 0.0):
             reached = 0.0
         rows = []
         for epsilon in radii:
             if reached > epsilon:
                 if self.kind == "base":
-                    result = pgd(
-                        self.module, x, y, epsilon, norm=self.run.settings.norm, **settings
-                    )
+                    norm = self.run.settings.norm
+                    result = pgd(self.module, x, y, epsilon, norm=norm, **self.settings)
                 else:
-                    classifier = self._spec(self.seed).classifier()
                     result = smooth_pgd(
-                        classifier, x, y, epsilon, check_draws=self.votes, alpha=SUCCESS, **settings
+                        self._classifier(seed),
+                        x,
+                        y,
+                        epsilon,
+                        check_draws=self.votes,
+                        alpha=SUCCESS,
+                        **self.settings,
                     )
                 distance = float(result.distance[0])
                 if bool(result.success[0]) and counts(result.adversarial.to(x.dtype), distance):
                     reached = distance
-            outcome: dict[str, Any] = {
-                "success": reached <= epsilon,
-                "distance": reached if reached <= epsilon else None,
-            }
-            rows.append(
-                AttackRow(id=item.id, kind=self.kind, epsilon=epsilon, **outcome, **settings)
+            success = reached <= epsilon
+            row = AttackRow(
+                id=item.id,
+                kind=self.kind,
+                epsilon=epsilon,
+                success=success,
+                distance=reached if success else None,
+                **self.settings,
             )
+            rows.append(row)
         return rows
 
     def _wrong(self, x: Tensor, y: Tensor, seed: int, draws: int, level: float) -> bool:
         """Whether another class than y wins at x; of the smoothed classifier, shown by a test on these draws."""
         if self.kind == "smoothed":
-            return bool(misclassified(self._spec(seed).classifier(), x, y, draws, level))
+            return bool(misclassified(self._classifier(seed), x, y, draws, level))
         with torch.no_grad():
             out: Tensor = self.module(x)
         if not bool(torch.isfinite(out).all()):
             raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
         return bool(out.argmax(dim=1) != y)
 
-    def _spec(self, seed: int) -> TaskSpec:
+    def _classifier(self, seed: int) -> SmoothedClassifier:
         """The run's classifier with noise of another seed."""
-        settings = self.run.settings.model_copy(update={"seed": seed % 2**64})
-        return self.job.spec(self.run.manifest.model_copy(update={"settings": settings}))
+        return self.job.spec(self.run.manifest.reseeded(seed % 2**64)).classifier()
 
 
 @dataclass(frozen=True)
@@ -346,7 +339,7 @@ def predict_run(
     inputs = Inputs.of(dataset)
     module = network.network(usable_device(device))
     # fresh noise: the draws of the certificates are not used again
-    fresh = TaskSpec(network, settings.model_copy(update={"seed": None}), device=device)
+    fresh = TaskSpec(network, run.manifest.reseeded(None), device=device)
     classifier = fresh.classifier() if sampled else None
     for position in Selection(limit=limit).positions(len(inputs)):
         try:

@@ -74,11 +74,8 @@ class Job:
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
         settings = self.settings
-        if settings.seed_source == "system":
-            settings = settings.model_copy(update={"seed": None})
-        digest = (
-            self.manifest.model_copy(update={"settings": settings}).digest().removeprefix("sha256:")
-        )
+        seed = None if settings.seed_source == "system" else settings.seed
+        digest = self.manifest.reseeded(seed).digest().removeprefix("sha256:")
         command = "certify" if settings.kind == "sampled" else "prove"
         return Path("runs") / f"{command}-{digest[:12]}"
 
@@ -94,16 +91,8 @@ class Job:
 
     def spec(self, manifest: Manifest | None = None) -> TaskSpec:
         """What a worker needs."""
-        manifest = manifest or self.manifest
-        network = manifest.stretched(manifest.lipschitz)
         return TaskSpec(
-            self.model,
-            manifest.settings,
-            manifest.simplex,
-            network,
-            self.batch_size,
-            self.device,
-            self.example,
+            self.model, manifest or self.manifest, self.batch_size, self.device, self.example
         )
 
 
@@ -235,35 +224,22 @@ def prepare(
     inputs = Inputs.of(dataset, name)
     device = usable_device(settings.device)
 
-    selections = []
-    for selection in settings.inputs:
-        balanced = selection.balanced and selection.limit is not None and inputs.labelled
-        if balanced and inputs.labels is None:
-            raise InputError(
-                f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
-            )
-        selections.append(selection.model_copy(update={"balanced": balanced}))
-    positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in selections])
+    positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in settings.inputs])
 
     first = _first_input(inputs, positions).x
     classes = settings.num_classes
     if classes is None:
         with torch.inference_mode():
             classes = checked_logits(network.network(device), first[None].to(device)).shape[1]
-    if classes < 2:
+    if classes < max(2, inputs.num_classes or 0):
         raise InputError(
-            f"a classifier has at least two classes, the model returned {classes} logit"
-        )
-    if inputs.num_classes is not None and inputs.num_classes > classes:
-        raise InputError(
-            f"the data has {inputs.num_classes} classes, the model returns {classes} logits"
+            f"the data has {inputs.num_classes} classes, the model returns {classes} logits; a classifier has two or more"
         )
     if inputs.labelled and inputs.labels is not None:
         for position in positions:
             check_label(inputs.ids[position], inputs.labels[position], classes)
 
     resolved: dict[str, Any] = {
-        "inputs": tuple(selections),
         "num_classes": classes,
         "device": torch.device(device).type,
         "dimension": first.numel(),
@@ -389,10 +365,10 @@ def _fixed_constant(job: Job) -> Constant | None:
         return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    if isinstance(job.model.payload, bytes):
-        upper = lipschitz_bound(job.model.program()).upper
-    else:
-        upper = lipschitz_bound(job.model.payload, job.example[None].to(job.device)).upper
+    x = job.example.to(job.device)
+    upper = lipschitz_bound(
+        job.model.build(job.device), x.expand(job.model.batch or 1, *x.shape)
+    ).upper
     if upper == math.inf:
         raise Refused(
             "the Lipschitz bound of this network exceeds the floats: leave --lipschitz out"
@@ -500,19 +476,15 @@ def preflight(job: Job) -> PreflightReport:
     x = torch.stack([item.x for item in items])
     labels = torch.tensor([item.label for item in items])
 
-    def accuracy(batch: Tensor) -> float:
+    noise = sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    shares = []
+    for batch in (x, x + noise):
+        began = time.perf_counter()
         with torch.inference_mode():
-            answers = torch.cat(
-                [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
-            )
-        return float((answers == labels).double().mean())
-
-    clean = accuracy(x)
-    began = time.perf_counter()
-    noisy = accuracy(
-        x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-    )
-    seconds = (time.perf_counter() - began) / len(x)
+            answers = [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
+        seconds = (time.perf_counter() - began) / len(x)
+        shares.append(float((torch.cat(answers) == labels).double().mean()))
+    clean, noisy = shares
     if not job.inputs.labelled:
         return PreflightReport(len(items), None, None, seconds)
 
@@ -565,19 +537,18 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
 def _joint_manifest(runs: Sequence[Run]) -> Manifest:
     """The manifest of the union."""
     first = runs[0].manifest
-    owner: dict[int | str, Path] = {}
+    ids = set[int | str]()
     for run in runs:
         changes = differences(first, run.manifest, ("inputs", "total"))
         if changes:
             raise Refused(
                 f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(changes)})"
             )
-        for name in run.ids:
-            if name in owner:
-                raise Refused(
-                    f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs"
-                )
-            owner[name] = run.folder
+        if not ids.isdisjoint(run.ids):
+            raise Refused(
+                f"inputs of {run.folder} are in an earlier run of the list: shards must not share inputs"
+            )
+        ids.update(run.ids)
 
     inputs = tuple(s for run in runs for s in run.settings.inputs)
     settings = first.settings.model_copy(update={"inputs": inputs})

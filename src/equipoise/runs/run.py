@@ -42,8 +42,7 @@ from equipoise.runs.store import (
 )
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
-from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
-from equipoise.smoothing.derive import derive as derive_sample
+from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
 from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
@@ -51,13 +50,7 @@ from equipoise.smoothing.simplex import map_smoothness
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-WRONG, UNPROVED, PROVED, ABSTAINED, FAILED = STATUSES = (
-    "wrong",
-    "right, nothing proved",
-    "proved",
-    "abstained",
-    "failed",
-)
+STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
 #: how the norm of a ball is written
 BALLS = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}
 
@@ -112,7 +105,7 @@ class Results:
     def status(self) -> tuple[str, ...]:
         """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
         cases = [self.failed, self.answer < 0, self.correct, self.right]
-        return tuple(np.select(cases, [FAILED, ABSTAINED, PROVED, UNPROVED], WRONG).tolist())
+        return tuple(np.select(cases, STATUSES[:0:-1], STATUSES[0]).tolist())
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
         """Certified accuracy at each ε."""
@@ -164,25 +157,20 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         key = "certified_accuracy" if self.results.labelled else "certified_share"
-        plain = {
-            name: getattr(self.results, name)
-            for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
-        }
         rows = self.run.rows
-        return plain | {
-            "kind": self.run.kind,
-            "total": self.run.total,
+        names = ("labelled", "procedure", "alpha", "sigma", "about", "notes", "average_radius")
+        figures = {name: getattr(self.results, name) for name in names}
+        figures |= {name: getattr(self.run, name) for name in ("kind", "total", "finished")}
+        figures |= {name: getattr(self, name) for name in ("clean", "statuses", "failed")}
+        for name in ("accuracy", "deployed"):
+            shares = getattr(self, name).items()
+            figures[name] = [{"epsilon": e, key: share} for e, share in shares]
+        return figures | {
             "done": len(rows),
-            "finished": self.run.finished,
-            "accuracy": [{"epsilon": e, key: share} for e, share in self.accuracy.items()],
-            "deployed": [{"epsilon": e, key: share} for e, share in self.deployed.items()],
-            "clean": self.clean,
-            "average_radius": self.average_radius,
-            "statuses": self.statuses,
             "methods": Counter(row.method for row in rows if row.method),
+            "verdicts": Counter(filter(None, map(self.run.verdict, rows))),
             "draws": sum(row.n0 + row.draws for row in rows),
             "seconds": sum(row.seconds for row in rows),
-            "failed": self.failed,
             "failures": {str(name): reason for name, reason in self.run.failures.items()},
         }
 
@@ -202,6 +190,9 @@ class Summary:
             lines.append(f"right answers: {percent(self.clean)} %, with or without a certificate")
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
+        if figures["verdicts"]:
+            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
+            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -209,66 +200,6 @@ class Summary:
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def derive(
-    manifest: Manifest,
-    rows: list[Row],
-    alpha: float | None = None,
-    procedure: str | None = None,
-    lipschitz: Any = None,
-    target_radius: float | None = None,
-) -> Certificates:
-    """Certificates of the stored rows, in their order; failed rows abstain.
-
-    Args:
-        manifest: of the run.
-        rows: what was stored.
-        alpha: risk per input, default that of the run.
-        procedure: default that of the run; refused where the stored statistics do not carry it.
-        lipschitz: another upper bound of the network's constant, for soft runs.
-        target_radius: another target, for adaptive runs with a target.
-
-    Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
-    """
-    settings = manifest.settings
-    if settings.kind == "proved":
-        raise InputError(
-            "a proved run holds radii without risk: there are no certificates to derive"
-        )
-    if not rows:
-        raise InputError("the run has no finished inputs yet")
-    alpha = settings.alpha if alpha is None else alpha
-    own = procedure is None or (settings.adaptive and procedure == "adaptive")
-    row = settings.row if own else find_procedure(str(procedure))
-    _require_sound(settings, row, lipschitz, target_radius)
-
-    constant = manifest.lipschitz
-    if lipschitz is not None:
-        bound = as_upper(lipschitz, "Lipschitz constant of the network")
-        constant = Constant.model_construct(value=bound, source="given")
-    network = manifest.stretched(constant)
-
-    noise = settings.noise_law()
-    soft = settings.soft and row.soft
-    places = [i for i, stored in enumerate(rows) if stored.failure is None]
-    members = [rows[i] for i in places]
-    parts = []
-    if members:
-        if manifest.scored and row.soft:
-            sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
-        else:
-            sample = _votes(settings, members, row, target_radius)
-        parts = [(places, derive_sample(sample, row, noise.setting(alpha, "")))]
-
-    about = f"the majority vote of the network under {noise}"
-    if soft:
-        about = f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
-    name = "adaptive" if settings.adaptive else row.name
-    certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
-    if constant is not None and soft:
-        certificates.details["lipschitz"] = str(constant)
-    return certificates
 
 
 def _require_sound(
@@ -298,13 +229,9 @@ def _require_sound(
         )
 
 
-def _votes(
-    settings: Settings, rows: list[Row], row: Procedure, target: float | None
-) -> Votes | Stopped:
-    selection = np.array([r.selection for r in rows], dtype=np.float64)
-    estimation = np.array([r.estimation for r in rows], dtype=np.float64)
-    draws = np.array([r.draws for r in rows], dtype=np.float64)
-    votes = Votes(selection, estimation, draws)
+def _votes(settings: Settings, rows: list[Row], target: float | None) -> Votes | Stopped:
+    names = ("selection", "estimation", "draws")
+    votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
     return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
 
 
@@ -397,17 +324,59 @@ class Run:
         return len(self.rows) >= self.total
 
     def certificates(
-        self, alpha: float | None = None, procedure: str | None = None, **changes: Any
+        self,
+        alpha: float | None = None,
+        procedure: str | None = None,
+        lipschitz: Any = None,
+        target_radius: float | None = None,
     ) -> Certificates:
-        """Certificates of a sampled run, without a forward pass.
+        """Certificates of a sampled run, without a forward pass; failed inputs abstain.
 
         Args:
             alpha: risk per input; default that of the run.
             procedure: default that of the run; refused where the stored statistics do not carry it.
-            **changes: lipschitz (another upper bound of the network's constant, for soft runs) and target_radius (of
-                adaptive runs).
+            lipschitz: another upper bound of the network's constant, for soft runs.
+            target_radius: another target, for adaptive runs.
+
+        Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
         """
-        return derive(self.manifest, self.rows, alpha, procedure, **changes)
+        manifest, rows, settings = self.manifest, self.rows, self.settings
+        if self.kind == "proved" or not rows:
+            raise InputError(
+                "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"
+            )
+        alpha = settings.alpha if alpha is None else alpha
+        own = procedure is None or (settings.adaptive and procedure == "adaptive")
+        row = settings.row if own else find_procedure(str(procedure))
+        _require_sound(settings, row, lipschitz, target_radius)
+
+        constant = manifest.lipschitz
+        if lipschitz is not None:
+            bound = as_upper(lipschitz, "Lipschitz constant of the network")
+            constant = Constant.model_construct(value=bound, source="given")
+        noise = settings.noise_law()
+        soft = settings.soft and row.soft
+        places = [i for i, stored in enumerate(rows) if stored.failure is None]
+        parts = []
+        if places:
+            members = [rows[i] for i in places]
+            if manifest.scored and row.soft:
+                network = manifest.stretched(constant)
+                sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+            else:
+                sample = _votes(settings, members, target_radius)
+            parts = [(places, derive(sample, row, noise.setting(alpha, "")))]
+
+        about = f"the majority vote of the network under {noise}"
+        if soft:
+            about = (
+                f"the classifier smoothed with {noise} and {manifest.simplex}, fixed before the run"
+            )
+        name = "adaptive" if settings.adaptive else row.name
+        certificates = joined(parts, len(rows), name, noise.setting(alpha, about))
+        if constant is not None and soft:
+            certificates.details["lipschitz"] = str(constant)
+        return certificates
 
     def results(
         self, alpha: float | None = None, procedure: str | None = None, **changes: Any
@@ -421,23 +390,12 @@ class Run:
         """
         if not self.rows:
             raise InputError(f"{self.folder} has no finished inputs yet")
-        failed = self._column("failure") != None  # noqa: E711 - element by element
+        failed = np.array([row.failure is not None for row in self.rows])
         if self.kind == "sampled":
             c = self.certificates(alpha, procedure, **changes)
             answer = c.prediction.astype(np.int64)
-            notes = self._notes(c)
-            return Results(
-                self.labels,
-                answer,
-                answer,
-                c.radius,
-                failed,
-                c.about,
-                c.procedure,
-                c.alpha,
-                c.sigma,
-                notes,
-            )
+            rest = (c.about, c.procedure, c.alpha, c.sigma, self._notes(c))
+            return Results(self.labels, answer, answer, c.radius, failed, *rest)
 
         if any(value is not None for value in (alpha, procedure, *changes.values())):
             raise InputError(
@@ -460,12 +418,9 @@ class Run:
     def _notes(self, certificates: Certificates) -> tuple[str, ...]:
         """Another derivation than the run's own, and what it assumes."""
         settings = self.settings
+        own = "adaptive" if settings.adaptive else settings.procedure
         notes = []
-        if certificates.alpha != settings.alpha or certificates.procedure not in (
-            settings.procedure,
-            "adaptive",
-        ):
-            own = "adaptive" if settings.adaptive else settings.procedure
+        if (certificates.alpha, certificates.procedure) != (settings.alpha, own):
             notes.append(
                 f"Derived again (the run was made for {own} at alpha {settings.alpha:g}): alpha covers one derivation "
                 "fixed beforehand, not the best of several looked at."
@@ -502,6 +457,10 @@ class Run:
         largest = float(np.quantile(results.radius, 0.98))
         return sorted({k * largest / 5 for k in range(6)})
 
+    def verdict(self, row: Row) -> str:
+        """Whether a row is `proved`, `broken` or `undecided` at the one radius of a proved run; empty where it has none."""
+        return row.verdict(self.settings.epsilon)
+
     def certified(self, results: Results) -> dict[InputId, float]:
         """The radius of every input whose certified answer is right, 0 for the others.
 
@@ -522,18 +481,19 @@ class Run:
         """
         kind = "base" if self.kind == "proved" else "smoothed"
         certified = self.certified(results)
-        attacked = set[InputId]()
-        broken: dict[InputId, Violation] = {}
+        nearest: dict[InputId, float] = {}
         for row in self.attacks():
-            radius = certified.get(row.id, 0.0)
             distance = row.distance if row.success and row.distance is not None else math.inf
-            inside = distance * (1 + 1e-12) < radius
-            if row.kind != kind or not (inside or row.epsilon < radius):
-                continue
-            attacked.add(row.id)
-            if inside and (row.id not in broken or distance < broken[row.id].distance):
-                broken[row.id] = Violation(row.id, distance, radius)
-        return len(attacked), list(broken.values())
+            if row.kind == kind and min(distance * (1 + 1e-12), row.epsilon) < certified.get(
+                row.id, 0.0
+            ):
+                nearest[row.id] = min(distance, nearest.get(row.id, math.inf))
+        broken = [
+            Violation(name, distance, certified[name])
+            for name, distance in nearest.items()
+            if distance * (1 + 1e-12) < certified[name]
+        ]
+        return len(nearest), broken
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:
         """Write `.csv` or `.jsonl` (JSON lines), whole or not at all; radii are rounded down.
@@ -543,20 +503,19 @@ class Run:
             results: what `results` returned; by default those of the run's own settings.
         """
         path = as_path(path)
-        records = self._records(results or self.results())
-        if path.suffix == ".csv":
-            buffer = io.StringIO()
-            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
-            text = buffer.getvalue()
-        elif path.suffix == ".jsonl":
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        else:
+        if path.suffix not in (".csv", ".jsonl"):
             raise InputError(
                 f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl"
             )
-        atomic_write(path, text)
+        records = self._records(results or self.results())
+        buffer = io.StringIO()
+        if path.suffix == ".csv":
+            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(records)
+        else:
+            buffer.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        atomic_write(path, buffer.getvalue())
         return path
 
     def _records(self, results: Results) -> list[dict[str, Any]]:
@@ -565,18 +524,12 @@ class Run:
         for row, answer, radius, status in zip(
             self.rows, results.answer, results.radius, results.status, strict=True
         ):
-            record = {
-                "id": row.id,
-                "position": row.position,
-                "label": row.label,
-                "answer": int(answer),
-                "status": status,
-            }
-            record["radius"] = format_down(radius, 6)
-            if self.kind == "proved":
-                record |= {"rival": row.rival, "method": row.method}
-            else:
-                record["draws"] = row.draws
+            own = ("rival", "method") if self.kind == "proved" else ("draws",)
+            record = row.model_dump(include={"id", "position", "label"})
+            record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
+            record |= {name: getattr(row, name) for name in own}
+            if self.settings.epsilon is not None:
+                record["verdict"] = self.verdict(row)
             if self.settings.deployed:
                 record["deployed"] = format_down(row.deployed or 0.0, 6)
             records.append(record | {"failure": row.failure or ""})

@@ -23,7 +23,8 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
 from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
-from equipoise.core.files import Count, Digest, Document, PositiveCount
+from equipoise.core.errors import one_line
+from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
@@ -74,7 +75,11 @@ class Selection(Document):
         array([0, 1, 4, 5])
         """
         positions = np.arange(count, dtype=np.int64)[self.skip :: self.stride]
-        if self.balanced and labels is not None:
+        if self.balanced and self.limit is not None:
+            if labels is None:
+                raise InputError(
+                    "balanced=True needs labels that are there without reading the inputs: use eq.data.Dataset"
+                )
             own = np.asarray(labels)[positions]
             turn = np.zeros(len(own))  # how many inputs of its class come before each
             for label in np.unique(own):
@@ -125,10 +130,7 @@ class Inputs:
                 )
             except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
                 raise InputError(
-                    "expected a pair (x, y) with as many labels as inputs, got "
-                    + " and ".join(
-                        str(getattr(part, "shape", type(part).__name__)) for part in dataset
-                    )
+                    f"expected a pair (x, y) with as many labels as inputs: {one_line(error)}"
                 ) from error
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InputError(
@@ -147,15 +149,14 @@ class Inputs:
                 f"the ids of the data must be distinct, one for each of the {len(dataset)} inputs"
             )
         labels = getattr(dataset, "labels", None)
-        classes = getattr(dataset, "classes", None) or ()
-        named = isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)
+        classes = getattr(dataset, "classes", None)
         return cls(
             dataset,
             str(name or getattr(dataset, "name", None) or type(dataset).__name__),
             ids,
             None if labels is None else tuple(int(label) for label in labels),
             getattr(dataset, "num_classes", None),
-            tuple(classes) if classes and named else None,
+            tuple(map(str, classes)) if isinstance(classes, list | tuple) else None,
             labelled,
         )
 
@@ -255,31 +256,30 @@ class Portable:
         hash: digest of the stored network: of the file for a `.pt2`, so that it does not depend on the batch it is loaded at.
         source: the name of the model.
         batch: the batch size a program or an ONNX network was exported with; None: any.
+        front: what comes before the model.
     """
 
     payload: nn.Module | bytes
     hash: str
     source: str
     batch: int | None = None
+    front: nn.Module | None = None
 
     def build(self, device: str | torch.device = "cpu") -> nn.Module:
         """The module, on a device."""
-        if isinstance(self.payload, nn.Module):
-            return self.payload.to(device)
-        module = self.program().module().to(device)
+        module = self.payload
+        if isinstance(module, bytes):  # which this process, or the first one, wrote
+            module = torch.export.load(io.BytesIO(module)).module()
+        if self.front is not None:
+            module = nn.Sequential(self.front, module)
         for part in module.modules():
-            part.training = False  # the graph is fixed; `.eval()` of an exported program raises
-        return module
+            part.training = False  # `.eval()` of an exported program raises
+        return module.to(device)
 
     def network(self, device: str | torch.device = "cpu") -> nn.Module:
         """The module for batches of any size."""
         module = self.build(device)
         return module if self.batch is None else Batched(module, self.batch)
-
-    def program(self) -> ExportedProgram:
-        """The exported program again, from the bytes this process wrote."""
-        assert isinstance(self.payload, bytes)
-        return torch.export.load(io.BytesIO(self.payload))
 
 
 class Batched(nn.Module):
@@ -320,9 +320,10 @@ def portable(model: Any, source: str | None = None) -> Portable:
         size = value.shape[0]
         buffer = io.BytesIO()
         torch.export.save(model, buffer)
+        content = buffer.getvalue()
         name = source or "an exported program"
         return Portable(
-            buffer.getvalue(), hash_program(model), name, size if isinstance(size, int) else None
+            content, digest_bytes(content), name, size if isinstance(size, int) else None
         )
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -368,22 +369,10 @@ def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Porta
         std: one positive number per channel.
     """
     inner = portable(model)
-    chain = nn.Sequential(Normalise(mean, std).eval(), inner.build())
-    chain.training = False  # `.eval()` of an exported program raises
-    payload: nn.Module | bytes = chain
-    if isinstance(inner.payload, bytes):
-        value = program_input(inner.program())
-        assert value is not None
-        example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
-        payload = portable(torch.export.export(chain, (example,))).payload
-    digest = (
-        Digest("normalised")
-        .add("model", inner.hash)
-        .add("mean", tuple(mean))
-        .add("std", tuple(std))
-    )
-    name = f"{inner.source}, inputs (x − {tuple(mean)})/{tuple(std)}"
-    return replace(inner, payload=payload, hash=str(digest), source=name)
+    front = f"inputs (x − {tuple(mean)})/{tuple(std)}"
+    digest = Digest("normalised").add("model", inner.hash).add("front", front)
+    name = f"{inner.source}, {front}"
+    return replace(inner, hash=str(digest), source=name, front=Normalise(mean, std))
 
 
 def _require_inference(program: ExportedProgram) -> None:
@@ -396,15 +385,6 @@ def _require_inference(program: ExportedProgram) -> None:
                 raise Refused(
                     f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
                 )
-
-
-def hash_program(program: ExportedProgram) -> str:
-    """sha256 over the graph, the weights and the constants of an exported program."""
-    digest = Digest("program")
-    digest.feed(program.graph_module.code.encode()).feed(str(program.graph).encode())
-    for name, value in sorted({**program.state_dict, **program.constants}.items()):
-        digest.add(name, value)
-    return str(digest)
 
 
 def hash_module(model: nn.Module) -> str:
@@ -428,19 +408,17 @@ def hash_module(model: nn.Module) -> str:
 
 
 def _text(value: Any) -> str:
-    """An attribute as text that is the same in every process: no addresses, no order of a set."""
+    """An attribute as text that is the same in every process: no addresses."""
 
-    def describe(part: Any) -> Any:
+    def describe(part: Any) -> str:
         if isinstance(part, Tensor | np.ndarray):
             return Digest("").add("", part).hex()
-        if isinstance(part, set | frozenset):
-            return sorted(map(repr, part))
         return re.sub(r" at 0x[0-9a-f]+", "", repr(part))
 
     try:
         return json.dumps(value, default=describe)
     except (TypeError, ValueError):  # keys that are no text, or a cycle
-        return str(describe(value))
+        return describe(value)
 
 
 def _code(kind: type) -> str:

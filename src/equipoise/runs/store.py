@@ -81,6 +81,7 @@ class Settings(Document):
         norm: proved: of the ball.
         effort: proved: as in `eq.certified_radius`.
         epsilon: proved: the only radius asked about; methods stop at the first that proves it.
+        complete: proved: with epsilon, branch until it is proved or an input breaks it.
         seconds: proved: budget of processor time per input; the best radius so far counts when it ends.
         deployed: proved: "float32" adds radii of the forward pass in float32.
     """
@@ -110,6 +111,7 @@ class Settings(Document):
     norm: Norm = "l2"
     effort: Literal["auto", "fast", "relaxation", "integral"] = "auto"
     epsilon: Positive | None = None
+    complete: bool = False
     seconds: Positive | None = None
     deployed: Literal["float32"] | None = None
 
@@ -145,6 +147,8 @@ class Settings(Document):
     def check(self) -> None:
         """Refuse combinations of settings that mean nothing, or that no certificate covers."""
         if self.kind == "proved":
+            if self.complete and self.epsilon is None:
+                raise InputError("--complete decides about one radius: give one --epsilon")
             return
         procedure = self.row
         fixed = parse_map(self.map)
@@ -216,7 +220,7 @@ class Settings(Document):
 
 
 _COMMAND: dict[Kind, str] = {"sampled": "certify", "proved": "prove"}
-_PROVED = {"norm", "effort", "epsilon", "seconds", "deployed"}
+_PROVED = {"norm", "effort", "epsilon", "complete", "seconds", "deployed"}
 _FIELDS: dict[Kind, set[str]] = {
     "sampled": set(Settings.model_fields) - _PROVED - {"kind", "inputs"},
     "proved": _PROVED | {"num_classes", "device", "dimension"},
@@ -350,6 +354,10 @@ class Manifest(Document):
     def digest(self) -> str:
         """The digest of the run: settings, model, data, and the map and the constant that were fixed beforehand."""
         return digest_document(self.identity())
+
+    def reseeded(self, seed: int | None) -> Manifest:
+        """The same run with noise of another seed."""
+        return self.model_copy(update={"settings": self.settings.model_copy(update={"seed": seed})})
 
     def stretched(self, constant: Constant | None) -> float | None:
         """The constant in the coordinates in which the noise is round (see `smoothing.noise`)."""
@@ -494,6 +502,7 @@ class Row(Document):
         rival: proved: the class that limits the radius.
         method: proved: what proved the radius.
         deployed: proved: the radius of the forward pass in float32, if wanted.
+        broken: proved: an input within epsilon, flat, at which another class is proved to be at least as large as the label.
     """
 
     id: InputId
@@ -511,6 +520,15 @@ class Row(Document):
     rival: int = -1
     method: str = ""
     deployed: NonNegative | None = None
+    broken: tuple[float, ...] | None = None
+
+    def verdict(self, epsilon: float | None) -> str:
+        """`proved`, `broken` or `undecided` at the radius that a proved run asks about; empty where it asks about none."""
+        if epsilon is None or self.failure is not None:
+            return ""
+        if self.radius >= epsilon:
+            return "proved"
+        return "undecided" if self.broken is None else "broken"
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether this run can have produced this row."""
@@ -528,11 +546,7 @@ class Row(Document):
         missing = (self.n0 - sum(self.selection), self.draws - sum(self.estimation))
         counted = min(missing) >= 0 if settings.nonfinite == "miss" else missing == (0, 0)
         lengths = len(self.selection) == len(self.estimation) == classes
-        soft = (
-            self.soft.fits(classes)
-            if self.soft is not None and manifest.scored
-            else not manifest.scored
-        )
+        soft = not manifest.scored or (self.soft is not None and self.soft.fits(classes))
         return self.n0 == settings.n0 and complete and counted and lengths and soft
 
 
@@ -593,30 +607,18 @@ class Store:
         uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}"
         if empty and not writable:
             uri = "file::memory:"
+        digest = json.dumps(manifest.digest())
         with self._explained():
             self.db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
-        try:
-            self._open(empty)
-        except BaseException:
-            self.db.close()
-            raise
-
-    def _open(self, empty: bool) -> None:
-        digest = self.manifest.digest()
-        with self._explained():
-            schema = [
-                sql
-                for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-            ]
+            query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+            schema = [sql for (sql,) in self.db.execute(query)]
             # a writer that was killed before its first commit leaves a journal, which opening has just rolled back
             if not schema and (empty or not self.path.stat().st_size):
-                with self._transaction():
-                    self.db.execute(_SCHEMA)
-                    self._insert("run", [("digest", digest)])
+                self._insert("run", [("digest", digest)], _SCHEMA)
                 return
         if schema != [_SCHEMA]:
             raise InputError(f"{self.path} is not the store of a run: it has other tables")
-        if self._texts("run") != [json.dumps(digest)]:
+        if self._texts("run") != [digest]:
             raise InputError(
                 f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together"
             )
@@ -630,11 +632,10 @@ class Store:
     def put(self, rows: Iterable[Row]) -> None:
         """Store inputs in one transaction: all or none, durably when this returns."""
         # JSON text as key keeps 1 and "1" apart
-        pairs = (
-            (json.dumps(row.id), row.model_dump(mode="json", exclude_defaults=True)) for row in rows
+        self._insert(
+            "input",
+            ((json.dumps(row.id), row.model_dump_json(exclude_defaults=True)) for row in rows),
         )
-        with self._transaction():
-            self._insert("input", pairs)
 
     def rows(self) -> list[Row]:
         """Every stored input, in the order of the data."""
@@ -649,38 +650,34 @@ class Store:
     def forget_failures(self) -> None:
         """Remove the failed inputs, so that they are tried again."""
         failed = [(json.dumps(row.id),) for row in self.rows() if row.failure is not None]
-        with self._transaction():
+        with self._explained(), self.db:
+            self.db.execute("BEGIN IMMEDIATE")
             self.db.executemany("DELETE FROM entries WHERE kind = 'input' AND key = ?", failed)
 
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
-        pairs = (
-            (row.model_dump_json(exclude={"success", "distance"}), row.model_dump()) for row in rows
+        outcome = {"success", "distance"}
+        self._insert(
+            "attack",
+            ((row.model_dump_json(exclude=outcome), row.model_dump_json()) for row in rows),
         )
-        with self._transaction():
-            self._insert("attack", pairs)
 
     def attacks(self) -> list[AttackRow]:
         """Every stored attack, by kind, epsilon and id."""
         rows = self._read("attack", AttackRow)
-        return sorted(
-            rows,
-            key=lambda row: (row.kind, row.epsilon, str(row.id), row.steps, row.restarts, row.seed),
-        )
+        return sorted(rows, key=lambda row: (row.kind, row.epsilon, str(row.id)))
 
     def _texts(self, kind: str) -> list[str]:
         """The payloads of one kind; sizes are checked before anything is read into memory."""
         with self._explained():
-            query = "SELECT coalesce(max(length(payload)), 0), coalesce(max(typeof(payload)), 'text') FROM entries"
-            longest, typed = self.db.execute(f"{query} WHERE kind = ?", (kind,)).fetchone()
-            if longest > LARGEST or typed != "text":
-                raise InputError(
-                    f"{self.path} is damaged: an entry has {longest} letters of {typed}"
-                )
-            texts = self.db.execute(
-                "SELECT payload FROM entries WHERE kind = ? ORDER BY key", (kind,)
-            ).fetchall()
-        return [text for (text,) in texts]
+            query = "FROM entries WHERE kind = ?"
+            wrong = (
+                f"SELECT 1 {query} AND (length(payload) > {LARGEST} OR typeof(payload) != 'text')"
+            )
+            if self.db.execute(wrong, (kind,)).fetchone():
+                raise InputError(f"{self.path} is damaged: an entry is too long, or not text")
+            texts = self.db.execute(f"SELECT payload {query} ORDER BY key", (kind,))
+            return [text for (text,) in texts]
 
     def _read(self, kind: str, model: type[Entry]) -> list[Entry]:
         """The payloads of one kind as typed documents."""
@@ -689,16 +686,14 @@ class Store:
             for text in self._texts(kind)
         ]
 
-    def _insert(self, kind: str, pairs: Iterable[tuple[str, Any]]) -> None:
-        values = [(kind, key, json.dumps(payload, allow_nan=False)) for key, payload in pairs]
-        self.db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", values)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Everything inside is committed, or nothing."""
+    def _insert(self, kind: str, pairs: Iterable[tuple[str, str]], schema: str = "") -> None:
+        """All entries are committed, or none."""
+        values = [(kind, key, payload) for key, payload in pairs]
         with self._explained(), self.db:
             self.db.execute("BEGIN IMMEDIATE")
-            yield
+            if schema:
+                self.db.execute(schema)
+            self.db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", values)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.files import guarded
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.sources import Batched, Item, Portable, hash_module
-from equipoise.runs.store import Row, Settings, SoftVotes, versions
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive
+from equipoise.runs.store import Manifest, Row, Settings, SoftVotes, versions
+from equipoise.smoothing import SmoothedClassifier, Stream, certify_adaptive
 from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
@@ -41,21 +42,22 @@ class TaskSpec:
 
     Args:
         model: the network.
-        settings: of the run.
-        map: fixed before the run; None: votes.
-        network: the Lipschitz constant in the coordinates of the noise.
+        manifest: of the run.
         batch_size: most draws in one forward pass; no number depends on it.
         device: where the passes run.
         example: one input, on which a proved run captures the network.
     """
 
     model: Portable
-    settings: Settings
-    map: SimplexMap | None = None
-    network: float | None = None
+    manifest: Manifest
     batch_size: int | None = None
     device: str = "cpu"
     example: Tensor | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the run."""
+        return self.manifest.settings
 
     def worker(self) -> Worker:
         """Build the model on this machine; do it once per process."""
@@ -65,18 +67,17 @@ class TaskSpec:
         """The smoothed classifier of the run."""
         settings = self.settings
         module = self.model.build(self.device)
-        size = self.model.batch or self.batch_size
-        if size is not None and (
-            size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)
-        ):
+        chunk = settings.chunk_size
+        size = self.model.batch or min(self.batch_size or chunk, chunk)
+        if size != chunk:
             module = Batched(module, size)
         classifier = SmoothedClassifier(
             module,
             settings.channels or settings.levels.sigma,
             settings.num_classes or 0,
             seed=settings.seed,
-            chunk_size=settings.chunk_size,
-            map=self.map,
+            chunk_size=chunk,
+            map=self.manifest.simplex,
             nonfinite=settings.nonfinite,
             noise=settings.noise,
         )
@@ -93,20 +94,13 @@ class Worker:
     def __call__(self, item: Item) -> Row:
         """The row of one input; NaN logits give a failed row, a model that cannot run at all raises."""
         start = time.process_time()
-        values: dict[str, Any]
+        what = f"the model on input {item.id!r} of shape {tuple(item.x.shape)}"
         try:
             if item.problem is not None:
                 raise Refused(item.problem)
-            values = self.measure(item, item.x.to(self.spec.device))
+            values = guarded(lambda: self.measure(item, item.x.to(self.spec.device)), what)
         except Refused as error:
             values = {"failure": str(error)}
-        except EquipoiseError:
-            raise
-        except Exception as error:  # whatever the user's own code raises
-            shape = tuple(item.x.shape)
-            raise InputError(
-                f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}"
-            ) from error
         seconds = max(0.0, time.process_time() - start)
         return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
 
@@ -141,8 +135,8 @@ class SampledWorker(Worker):
         values: dict[str, Any] = {"n0": settings.n0, "draws": settings.n}
         if settings.adaptive:
             values["draws"] = self._adaptive(item, x)
-        elif settings.soft and self.spec.map is not None and not self.spec.map.votes:
-            values["soft"] = self._soft(item, x, self.spec.map)
+        elif self.spec.manifest.scored:
+            values["soft"] = self._soft(item, x)
         else:
             counter.counts(x, settings.n0, input_id=item.id, stream=Stream.SELECTION)
             counter.counts(x, settings.n, input_id=item.id, stream=Stream.ESTIMATION)
@@ -150,13 +144,16 @@ class SampledWorker(Worker):
             values[stream.name.lower()] = tuple(counter.votes[stream].tolist())
         return values
 
-    def _soft(self, item: Item, x: Tensor, simplex: SimplexMap) -> SoftVotes:
+    def _soft(self, item: Item, x: Tensor) -> SoftVotes:
         """Moments under the map of the run."""
-        settings = self.spec.settings
+        manifest = self.spec.manifest
+        settings, simplex = manifest.settings, manifest.simplex
+        assert simplex is not None
+        network = manifest.stretched(manifest.lipschitz)
         logits = self.counter.selection(x[None], settings.n0, [item.id], Stream.SELECTION)
         alpha, n = settings.alpha, settings.n
         noise = settings.noise_law().setting(alpha, "").noise
-        plan = plan_map(simplex, logits, settings.procedure, n, noise, alpha, self.spec.network)
+        plan = plan_map(simplex, logits, settings.procedure, n, noise, alpha, network)
         m, _ = self.counter.moments(x, n, plan, simplex, input_id=item.id)
         return SoftVotes(
             order=tuple(plan.partition.order[0].tolist()),
@@ -251,15 +248,21 @@ class ProvedWorker(Worker):
         label = torch.tensor([item.label]) if item.label >= 0 else None
         settings = self.spec.settings
         radii = self.certifier.radii(
-            x.to(self.dtype)[None], label, epsilon=settings.epsilon, seconds=settings.seconds
+            x.to(self.dtype)[None],
+            label,
+            epsilon=settings.epsilon,
+            complete=settings.complete,
+            seconds=settings.seconds,
         )
         radius = float(radii.radius[0])
+        broken = radii.broken.get(0)
         return {
             "answer": int(radii.predictions[0]),
             "radius": radius,
             "rival": int(radii.rivals[0]),
             "method": radii.methods[0] if radius > 0 else "",
             "deployed": None if radii.deployed is None else float(radii.deployed[0]),
+            "broken": None if broken is None else tuple(broken.flatten().tolist()),
         }
 
 
@@ -299,11 +302,12 @@ class RayWorker:
 def _software(spec: TaskSpec) -> dict[str, str]:
     """Versions, and the digest of the model's code where it is read from files."""
     payload = spec.model.payload
-    if not isinstance(payload, nn.Module) or any(
-        type(m).__module__ == "__main__" for m in payload.modules()
+    code = ""
+    if isinstance(payload, nn.Module) and all(
+        type(m).__module__ != "__main__" for m in payload.modules()
     ):
-        return versions() | {"code": ""}
-    return versions() | {"code": hash_module(payload)}
+        code = hash_module(payload)
+    return versions() | {"code": code}
 
 
 def run_on_ray(

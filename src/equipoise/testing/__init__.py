@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 from equipoise.core.errors import InputError
 from equipoise.lipschitz.witness import attack
 from equipoise.testing import networks, norms
-from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 
 #: the built-in suites of `equipoise selfcheck NAME`: each check with its name and its share of the time
@@ -43,7 +42,6 @@ __all__ = [
     "Report",
     "Tally",
     "attack",
-    "check_facts",
     "find_suite",
     "run",
 ]

@@ -92,7 +92,12 @@ class Batch:
     label: str
 
     def integer(self, low: int, high: int) -> int:
-        """A random whole number, both ends included."""
+        """A random whole number, both ends included.
+
+        Args:
+            low: the least.
+            high: the largest.
+        """
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
     def choose(self, *options: Any) -> Any:

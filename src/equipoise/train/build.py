@@ -29,7 +29,7 @@ _OPTIMIZERS: Document = {
 
 @dataclass(frozen=True)
 class Part:
-    """Some examples of a dataset.
+    """Some examples of a dataset, and in every epoch `count` examples of another one, drawn anew.
 
     A dataset has `num_classes`, `input_shape`, a length, `batch(indices)` and `fingerprint()`, as `equipoise.data.Dataset`. It
     may also have `facts` (more arguments for the network) and `real_shape` (the shape of an input to a bound, for tokens).
@@ -37,54 +37,34 @@ class Part:
 
     source: Any
     indices: Tensor
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def order(self, seed: int, epoch: int) -> Tensor:
-        """The positions of an epoch, shuffled.
-
-        Args:
-            seed: of the recipe.
-            epoch: counted from 0.
-        """
-        return torch.randperm(len(self), generator=generator(seed, "order", epoch))
-
-    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels at these positions."""
-        x, y = self.source.batch(self.indices[positions])
-        return x, y
-
-
-@dataclass(frozen=True)
-class Mixed(Part):
-    """A part, and in every epoch `count` examples of another source, drawn anew: generated images."""
-
-    extra: Any
-    count: int
+    extra: Any = None
+    count: int = 0
 
     def __len__(self) -> int:
         return len(self.indices) + self.count
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The positions of an epoch, shuffled: those of the other source follow the part's own.
+        """The positions of an epoch, shuffled; those of the other dataset follow the part's own.
 
         Args:
             seed: of the recipe.
             epoch: counted from 0.
         """
-        source = generator(seed, "extra", epoch)
-        drawn = torch.randint(len(self.extra), (self.count,), generator=source)
-        positions = torch.cat([torch.arange(len(self.indices)), len(self.indices) + drawn])
-        return positions[super().order(seed, epoch)]
+        positions = torch.arange(len(self))
+        if self.count:
+            drawn = generator(seed, "extra", epoch)
+            others = torch.randint(len(self.extra), (self.count,), generator=drawn)
+            positions[len(self.indices) :] = len(self.indices) + others
+        return positions[torch.randperm(len(self), generator=generator(seed, "order", epoch))]
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions."""
         own = positions < len(self.indices)
-        batches = [super().batch(positions[own])] if own.any() else []
-        if not own.all():
-            others = (positions[~own] - len(self.indices)) % len(self.extra)
-            batches.append(self.extra.batch(others))
+        chosen = [
+            (self.source, self.indices[positions[own]]),
+            (self.extra, positions[~own] - len(self.indices)),
+        ]
+        batches = [source.batch(indices) for source, indices in chosen if len(indices)]
         x, y = zip(*batches, strict=True)
         return torch.cat(x), torch.cat(y)
 
@@ -106,8 +86,7 @@ class Parts:
 
     def fingerprint(self) -> str:
         """Of the training split, what is mixed in, and the test split."""
-        sources = [self.train.source, getattr(self.train, "extra", None)]
-        sources += [] if self.test is None else [self.test.source]
+        sources = [self.train.source, self.train.extra, self.test and self.test.source]
         return " ".join(source.fingerprint() for source in sources if source is not None)
 
 
@@ -125,7 +104,7 @@ def build_data(data: Data) -> Parts:
     train = Part(whole, order[held:].sort().values)
     if data.extra is not None:
         extra = _load(data.model_copy(update={"path": data.extra}), data.train, whole)
-        train = Mixed(whole, train.indices, extra, round(data.extra_ratio * len(train)))
+        train = Part(whole, train.indices, extra, round(data.extra_ratio * len(train)))
     validation = Part(whole, order[:held].sort().values) if held else None
     test = None
     if data.test is not None:
@@ -210,15 +189,10 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
 
 def _facts(source: Any) -> Document:
     """What the data say about the network; inputs are (channels, …) or (features,)."""
-    shape = list(source.input_shape)
-    facts: Document = {
-        "num_classes": source.num_classes,
-        "input_shape": shape,
-        **getattr(source, "facts", {}),
-    }
-    if len(shape) == 1:
-        return facts | {"in_features": shape[0]}
-    return facts | {"in_channels": shape[0], "input_size": shape[1:]}
+    first, *size = shape = list(source.input_shape)
+    facts = {"num_classes": source.num_classes, "input_shape": shape}
+    facts |= {"in_channels": first, "input_size": size} if size else {"in_features": first}
+    return facts | getattr(source, "facts", {})
 
 
 def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -314,21 +314,18 @@ def _read(source: str, allow_code: bool) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML where `1e-3` is a number; aliases (a few lines of them expand to gigabytes) and repeated keys are errors."""
+    """Safe YAML where `1e-3` is a number; aliases, a few lines of which expand to gigabytes, are errors."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The next node, refused where it is an alias."""
+        """The next node, refused where it is an alias.
+
+        Args:
+            parent: of the node.
+            index: its place in the parent.
+        """
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not read: write the value out")
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys differ."""
-        names = [key.value for key, _ in node.value]
-        repeated = [name for name in names if names.count(name) > 1]
-        if repeated:
-            raise yaml.YAMLError(f"{repeated[0]!r} is given twice")
-        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("+-.0123456789"))

@@ -16,30 +16,38 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from equipoise.checkpoints import tensor_bytes
+from equipoise.core import files
 from equipoise.core.errors import InputError
-from equipoise.core.files import Digest, atomic_write, locked, open_regular, read_json
+from equipoise.core.files import (
+    Count,
+    Digest,
+    atomic_write,
+    locked,
+    make_folder,
+    open_weights,
+    read_json,
+)
 from equipoise.train.config import Document
 
 STATE = "state/state.safetensors"
-_Count = Annotated[int, Field(ge=0, le=10**15)]
 #: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
 State = dict[str, Document]
 
 
-class Position(BaseModel):
+class Position(files.Document):
     """Where a run is: finished epochs, batches of the current one, steps; a row per epoch; the state's plain values."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    epoch: _Count
-    batch: _Count
-    step: _Count
+    epoch: Count
+    batch: Count
+    step: Count
     history: list[Document]
-    plain: dict[str, bool | int | float | str | None] = {}
+    plain: dict[str, bool | int | float | str | None] = Field(default={})
 
 
 def claim(
@@ -60,10 +68,7 @@ def claim(
             raise InputError(
                 f"{folder} holds {names[0]!r} and no training run: choose another, empty --run-dir"
             )
-    try:
-        (folder / "state").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot train in {folder}: {error.strerror}") from error
+    make_folder(folder / "state")
     busy = f"another process trains in {folder}: wait for it, or choose another --run-dir"
     stack.enter_context(locked(folder / ".lock", busy))
     if path.exists():
@@ -92,23 +97,7 @@ def save_state(folder: Path, state: State, position: Position) -> None:
     plain = {name: value for name, value in flat.items() if name not in tensors}
     text = position.model_copy(update={"plain": plain}).model_dump_json()
     metadata = {"position": text, "digest": _digest(tensors, text)}
-    write_tensors(folder / STATE, tensors, metadata)
-
-
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """A safetensors file, whole or not at all.
-
-    Args:
-        path: of the file.
-        tensors: by name; they may share memory.
-        metadata: texts for its header.
-    """
-    from safetensors.torch import save
-
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    atomic_write(path, save(own, metadata=metadata))
+    atomic_write(folder / STATE, tensor_bytes(tensors, metadata))
 
 
 def write_metrics(folder: Path, history: list[Document]) -> None:
@@ -124,16 +113,14 @@ def write_metrics(folder: Path, history: list[Document]) -> None:
 
 def read_state(path: Path) -> tuple[State, Position]:
     """A state and its position; nothing in it is executed, and one that was changed is refused."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with open_regular(path), safe_open(path, framework="pt") as file:
+        with open_weights(path) as file:
             header = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if header["digest"] != _digest(tensors, header["position"]):
             raise ValueError("its digest does not fit")
         position = Position.model_validate_json(header["position"])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(
             f"the state {path} is damaged: remove it and the run starts over"
         ) from error

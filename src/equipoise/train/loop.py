@@ -21,8 +21,9 @@ from torch import Tensor, distributed, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
-from equipoise.checkpoints import registered, save_checkpoint
+from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
+from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
@@ -34,7 +35,6 @@ from equipoise.train.journal import (
     claim,
     save_state,
     write_metrics,
-    write_tensors,
 )
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
@@ -127,8 +127,9 @@ def run_recipe(
         torch.manual_seed(checked.seed)
         run = None
         try:
-            run = Training(checked, build_data(checked.data), _accelerator(cpu), model, progress)
-            stack.callback(run.close)
+            run = Training(checked, build_data(checked.data), cpu, model, progress)
+            for penalty in run.penalties:
+                stack.callback(penalty.remove)
             final = _train(run, folder, deadline, stack)
         except EquipoiseError:
             raise
@@ -160,13 +161,12 @@ def step_seconds(
     seconds = []
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        run = Training(recipe, parts, _accelerator(cpu=True), model)
-        order = torch.arange((steps + 1) * recipe.batch_size) % len(parts.train)
+        run = Training(recipe, parts, True, model)
         for _ in range(steps + 1):
+            run.batch = 0
             began = time.process_time()
-            run.take_step(order)
+            run.take_step(parts.train.order(recipe.seed, 0))
             seconds.append(time.process_time() - began)
-        run.close()
     return min(seconds[1:])
 
 
@@ -187,18 +187,8 @@ def plan_recipe(recipe: Recipe, model: nn.Module | None = None) -> Document:
     return {"name": recipe.name, "steps": steps, "step_seconds": seconds, "hours": hours}
 
 
-class _SingleProcess:
-    """What `Training` needs of an `Accelerator`, for one process, where accelerate is not installed."""
-
-    def __init__(self, cpu: bool) -> None:
-        accelerator = None if cpu else torch.accelerator.current_accelerator()
-        self.device = accelerator or torch.device("cpu")
-
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-
-def _accelerator(cpu: bool) -> Any:
+def _on_device(model: nn.Module, cpu: bool) -> tuple[nn.Module, torch.device]:
+    """The network as every process calls it, and the device of this one; one process does without accelerate."""
     try:
         from accelerate import Accelerator
     except ImportError as error:
@@ -206,8 +196,12 @@ def _accelerator(cpu: bool) -> Any:
             raise InputError(
                 "training on several processes needs accelerate: pip install 'equipoise[train]'"
             ) from error
-        return _SingleProcess(cpu)
-    return Accelerator(cpu=cpu)
+        device = torch.device("cpu")
+        if not cpu:
+            device = torch.accelerator.current_accelerator() or device
+        return model.to(device), device
+    accelerator = Accelerator(cpu=cpu)
+    return accelerator.prepare_model(model.to(accelerator.device)), accelerator.device
 
 
 class Training:
@@ -217,23 +211,13 @@ class Training:
         self,
         recipe: Recipe,
         parts: Parts,
-        accelerator: Any,
+        cpu: bool,
         model: nn.Module | None = None,
         progress: Report | None = None,
     ) -> None:
         self.recipe = recipe
         self.parts = parts
         self.progress = progress
-        self.device: torch.device = accelerator.device
-        size = min(recipe.batch_size, len(parts.train))
-        if size % world():
-            raise InputError(
-                f"batches of {size} examples cannot be shared equally by {world()} processes"
-            )
-        # the rest of an epoch is left out, and every epoch leaves out another one
-        self.batches = len(parts.train) // size
-        self.steps = recipe.epochs * self.batches
-
         source = parts.train.source
         self.shape = tuple(getattr(source, "real_shape", source.input_shape))
         self.arguments = recipe.model.arguments
@@ -249,8 +233,15 @@ class Training:
             from_table(AUGMENTATIONS, choice, "data.augment") for choice in recipe.data.augment
         ]
         self.optimizer = build_optimizer(recipe.optimizer, model)
-        model.to(self.device)
-        self.network = accelerator.prepare_model(model)
+        self.network, self.device = _on_device(model, cpu)
+        size = min(recipe.batch_size, len(parts.train))
+        if size % world():
+            raise InputError(
+                f"batches of {size} examples cannot be shared equally by {world()} processes"
+            )
+        # the rest of an epoch is left out, and every epoch leaves out another one
+        self.batches = len(parts.train) // size
+        self.steps = recipe.epochs * self.batches
         self.average: AveragedModel | None = None
         if recipe.ema is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
@@ -280,8 +271,8 @@ class Training:
     def stateful(self) -> Document:
         """What has a `state_dict` of tensors, by its name in a checkpoint."""
         items = {"model": self.model, "average": self.average}
-        items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
-        items |= {f"projection/{i}": term.keeper for i, term in enumerate(self.projections)}
+        terms = [*self.penalties, *self.projections]
+        items |= {f"term/{i}": term.keeper for i, term in enumerate(terms)}
         return {name: item for name, item in items.items() if hasattr(item, "state_dict")}
 
     def take_step(self, order: Tensor) -> Tensor:
@@ -357,11 +348,6 @@ class Training:
         if self.progress is not None and rank() == 0:
             self.progress(Progress(self.step, self.steps, epoch, self.recipe.epochs, **figures))
 
-    def close(self) -> None:
-        """Remove the penalties' hooks from the network."""
-        for penalty in self.penalties:
-            penalty.remove()
-
 
 def _train(
     run: Training, folder: Path | None, deadline: float, stack: contextlib.ExitStack
@@ -411,30 +397,29 @@ def _run_epoch(run: Training, folder: Path | None, deadline: float) -> bool:
 
 def _require_finite(run: Training) -> None:
     means = run.totals.means()
-    broken = [f"the {name}" for name in ("loss", "penalty") if means.get(name, 0.0) is None]
-    broken += [
-        repr(name) for name, v in run.model.state_dict().items() if not torch.isfinite(v).all()
-    ]
+    broken = [name for name in ("loss", "penalty") if means.get(name, 0.0) is None]
+    broken += [name for name, v in run.model.state_dict().items() if not v.isfinite().all()]
     if broken:
         raise Diverged(
-            f"training diverged: {broken[0]} is not finite after step {run.step} of {run.steps} "
+            f"training diverged: {broken[0]!r} is not finite after step {run.step} of {run.steps} "
             f"(epoch {run.epoch + 1}); try a smaller optimizer.lr or optimizer.clip; checkpoints hold finite weights only"
         )
 
 
 def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
     """The figures of the network as it is, all of them if they are the last; and its bound."""
-    recipe, metrics, model = run.recipe, run.recipe.metrics, run.measured
+    metrics, model = run.recipe.metrics, run.measured
     if world() > 1:  # all processes measure one network: batch statistics are those of the first
         for buffer in model.buffers():
             distributed.broadcast(buffer, 0)
-    lr = recipe.optimizer.lr * factor(recipe.schedule, max(0, run.step - 1), run.steps)
+    model.eval()
+    lr = run.optimizer.param_groups[0]["lr"]
     row: Document = {"epoch": run.epoch, "step": run.step, "lr": lr}
     certified = None
     due = last or (metrics.bound_every and run.epoch % metrics.bound_every == 0)
     if metrics.bound and due:
         # machines may round differently: one bound for all
-        certified = from_first(certified_bound(model.eval(), run.shape, metrics.rtol))
+        certified = from_first(certified_bound(model, run.shape, metrics.rtol))
         row["bound"] = certified.upper
         if certified.reason:
             row["bound_reason"] = certified.reason
@@ -471,7 +456,7 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
             outcome = claim(folder, document, stack)
         except EquipoiseError as error:
             outcome = error
-    outcome = from_first(outcome)
+    outcome = from_first(outcome)  # what stops one process stops all
     if isinstance(outcome, EquipoiseError):
         raise outcome
     if outcome is not None:
@@ -483,11 +468,9 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
 
 def _restore(run: Training, state: State, position: Position) -> None:
     run.epoch, run.batch, run.step = position.epoch, position.batch, position.step
-    if run.step != run.epoch * run.batches + run.batch or run.step > run.steps:
-        raise ValueError(f"its step is {run.step} in epoch {run.epoch + 1}")
-    if [row.get("epoch") for row in position.history] != list(range(1, run.epoch + 1)):
-        raise ValueError("its figures are not those of its epochs")
     run.history = position.history
+    if run.step != run.epoch * run.batches + run.batch or len(run.history) != run.epoch:
+        raise ValueError(f"it has {len(run.history)} figures at step {run.step}")
     for name, item in run.stateful.items():
         item.load_state_dict(state.get(name, {}))
     groups = run.optimizer.state_dict()["param_groups"]
@@ -505,7 +488,7 @@ def _write_network(run: Training, folder: Path, row: Document, certified: Certif
     model = run.measured.eval()
     if not registered(recipe.model.factory):
         # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
-        write_tensors(folder / "model.safetensors", model.state_dict())
+        atomic_write(folder / "model.safetensors", tensor_bytes(model.state_dict()))
         return
     save_checkpoint(folder, model, recipe.model.factory, run.arguments, run.shape)
     upper = row.get("bound")

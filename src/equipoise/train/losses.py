@@ -80,11 +80,22 @@ class Classification(Task):
     function: Callable[..., Tensor]
 
     def loss(self, output: Any, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """The mean loss of a batch.
+
+        Args:
+            output: logits.
+            y: labels.
+        """
         return self.function(output, y)
 
     def counts(self, output: Any, y: Tensor, quick: bool = False) -> Counts:
-        """Right answers; an input whose logits hold NaN counts as wrong."""
+        """Right answers; an input whose logits hold NaN counts as wrong.
+
+        Args:
+            output: logits.
+            y: labels.
+            quick: not used.
+        """
         right = (output.argmax(1) == y) & ~output.isnan().any(1)
         return {"accuracy": (right.sum(), len(y))}
 
@@ -108,6 +119,10 @@ class AtRadius(Classification):
         """The loss with this network's constants: by pairs where it ends in a linear layer, else `√2·L`.
 
         L is the recipe's `lipschitz`, or what the construction of the network guarantees.
+
+        Args:
+            model: the network.
+            source: not used.
         """
         head = ending(model)
         constructed = head.trunk if head is not None else known_constant(model)
@@ -125,7 +140,12 @@ class AtRadius(Classification):
         return replace(self, epsilon=self.start + (self.epsilon - self.start) * done, ramp=0.0)
 
     def loss(self, output: Any, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """The mean loss of a batch.
+
+        Args:
+            output: logits.
+            y: labels.
+        """
         weight = None if self.weight is None else self.weight().detach()
         lipschitz = 1.0 if self.lipschitz is None else self.lipschitz
         return self.function(output, y, self.epsilon, lipschitz, weight)
@@ -150,7 +170,7 @@ def _radius_loss(
     """A row for a loss that asks for a radius; `defaults` are its own numbers."""
     options = _plain_loss(function, **defaults)
 
-    def row(
+    def _row(
         epsilon: NonNegative = default_epsilon,
         start: NonNegative | None = None,
         ramp: Share = 0.5,
@@ -165,7 +185,7 @@ def _radius_loss(
             lipschitz,
         )
 
-    return row
+    return _row
 
 
 #: every loss a recipe can name; a new one is a new row, or `package.module:function` in the recipe

@@ -113,17 +113,15 @@ def evaluate(
     weights; the rounding inside the forward pass is not covered. Misclassified inputs are never certified.
 
     Args:
-        model: the network.
+        model: the network, in evaluation mode.
         part: the examples, which the processes share.
         task: the loss and what is counted.
         device: of the network.
         metrics: the recipe's part, with the size of a batch and the radii of the certified accuracy.
         certified: proved constants; without them nothing is certified.
     """
-    training = model.training
-    model.eval()
     task = task.fit(model, part.source)
-    if not isinstance(task, Classification) or certified is None or certified.upper is None:
+    if not isinstance(task, Classification) or (certified and certified.upper is None):
         certified = None
     totals = Totals()
     for positions in torch.arange(len(part)).split(metrics.batch_size)[rank() :: world()]:
@@ -140,7 +138,6 @@ def evaluate(
             for epsilon in metrics.epsilons:
                 count = certified_at(radii, radii > 0, epsilon).sum()
                 totals.add(f"certified/{float(epsilon)}", count, len(y))
-    model.train(training)
     means = totals.means()
     figures: Document = {name: means[name] for name in ("loss", *task.metrics)}
     if certified is not None and metrics.epsilons:

@@ -41,6 +41,11 @@ def from_first(value: Any) -> Any:
 def key(seed: int, purpose: str, *position: int) -> int:
     """A 32-bit generator seed (torch's CPU generator uses no more).
 
+    Args:
+        seed: of the recipe.
+        purpose: what is drawn.
+        position: in the run.
+
     >>> key(0, "order", 1) == key(0, "order", 1), key(0, "order", 1) == key(0, "order", 2)
     (True, False)
     """
@@ -51,5 +56,12 @@ def key(seed: int, purpose: str, *position: int) -> int:
 def generator(
     seed: int, purpose: str, *position: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A fresh generator with that key."""
+    """A fresh generator with the key of `key`.
+
+    Args:
+        seed: of the recipe.
+        purpose: what is drawn.
+        position: in the run.
+        device: of the generator.
+    """
     return torch.Generator(device=device).manual_seed(key(seed, purpose, *position))

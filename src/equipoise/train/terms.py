@@ -52,8 +52,7 @@ class Term:
 
     def remove(self) -> None:
         """Take hooks off the network, if there are any."""
-        if hasattr(self.keeper, "remove"):
-            self.keeper.remove()
+        getattr(self.keeper, "remove", lambda: None)()
 
 
 def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
@@ -84,21 +83,28 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
 def _layer_penalty(spec: str) -> Callable[..., Term]:
     """A row for a penalty on the weights of selected layers; its arguments are those of the class `spec` names."""
 
-    def row(context: Context, only: Names = None, names: Names = None, **options: Any) -> Term:
+    def _row(context: Context, only: Names = None, names: Names = None, **options: Any) -> Term:
         renamed = {"kind" if name == "penalty" else name: value for name, value in options.items()}
         extra = {"example_input": context.example} if "Spectral" in spec else {}
         penalty = resolve(spec)(context.model, **renamed, **extra, **selection(only, names))
         return Term(lambda x, y: penalty(), penalty)
 
-    return row
+    return _row
 
 
 def input_gradient(
     context: Context, weight: NonNegative = 1.0, target: NonNegative = 0.0, two_sided: bool = False
 ) -> Term:
-    """`weight·mean max(‖∇ₓ loss‖ − target, 0)²`."""
+    """`weight·mean max(‖∇ₓ loss‖ − target, 0)²`.
 
-    def penalty(x: Tensor, y: Tensor) -> Tensor:
+    Args:
+        context: the network and the task.
+        weight: of the penalty.
+        target: norms up to it cost nothing.
+        two_sided: whether smaller norms cost too.
+    """
+
+    def _penalty(x: Tensor, y: Tensor) -> Tensor:
         return input_gradient_penalty(
             context.model,
             x,
@@ -109,7 +115,7 @@ def input_gradient(
             weight=weight,
         )
 
-    return Term(penalty)
+    return Term(_penalty)
 
 
 def activation_decay(
@@ -118,7 +124,14 @@ def activation_decay(
     layer: str | None = None,
     form: Literal["jensen", "centred", "taylor"] = "jensen",
 ) -> Term:
-    """`ActivationDecay`: `(σ²/2)·mean‖h‖²` on the input of the last linear layer."""
+    """`ActivationDecay`: `(σ²/2)·mean‖h‖²` on the input of the last linear layer.
+
+    Args:
+        context: the network and the task.
+        sigma: σ.
+        layer: another layer, by its name.
+        form: of the penalty.
+    """
     decay = ActivationDecay(context.model, sigma, layer, form=form)
     return Term(lambda x, y: decay(mask=context.task.mask(layer, y)), decay)
 
@@ -138,14 +151,29 @@ REGULARIZERS: dict[str, Callable[..., Term]] = {
 def project_norm(
     context: Context, p: float = 2, radius: Positive = 1.0, only: Names = None, names: Names = None
 ) -> Term:
-    """`W ← W/max(1, ‖W‖_p/radius)` after each step, p ∈ {1, 2, ∞}."""
+    """`W ← W/max(1, ‖W‖_p/radius)` after each step, p ∈ {1, 2, ∞}.
+
+    Args:
+        context: the network.
+        p: exponent of the norm.
+        radius: largest norm.
+        only: types of layers.
+        names: of layers.
+    """
     exponent: Any = p
     options = selection(only, names)
     return Term(lambda: project_(context.model, exponent, radius, **options))
 
 
 def clip(context: Context, limit: NonNegative, only: Names = None, names: Names = None) -> Term:
-    """`W ← clamp(W, −limit, limit)` after each step."""
+    """`W ← clamp(W, −limit, limit)` after each step.
+
+    Args:
+        context: the network.
+        limit: of the entries.
+        only: types of layers.
+        names: of layers.
+    """
     options = selection(only, names)
     return Term(lambda: clip_weights_(context.model, limit, **options))
 
@@ -158,7 +186,16 @@ def guard(
     names: Names = None,
     **options: Any,
 ) -> Term:
-    """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
+    """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own.
+
+    Args:
+        context: the network.
+        radius: largest norm, one for all layers or by name.
+        tolerance: by how much a norm may exceed it.
+        only: types of layers.
+        names: of layers.
+        options: of `SpectralGuard`.
+    """
     chosen = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
         own: Any = getattr(context.model, "radii", None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.experiments import Context, Label, catalogue, every, find, reproduce, results
 from equipoise_lab.experiments.page import stored, summary
 
@@ -60,6 +60,7 @@ def rehearse(identifier: str, scale: str, folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("identifier", IDENTIFIERS)
 def test_committed_result(identifier: str):
     """A committed result belongs to the settings as they are, and says what it is said to say."""

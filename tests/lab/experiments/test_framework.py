@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
 from equipoise_lab.experiments.experiment import Precondition
 from equipoise_lab.experiments.figures import canvas, line
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise_lab.experiments.page import stored, summary
 from equipoise_lab.experiments.runner import plan
+
+pytestmark = pytest.mark.medium
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")

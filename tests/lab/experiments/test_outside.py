@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.experiments import catalogue, find
 from equipoise_lab.experiments.runner import plan
 

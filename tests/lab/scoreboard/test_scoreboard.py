@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise_lab.scoreboard import Budget, Cell, plan, play, read_board
 from equipoise_lab.scoreboard.cell import fitting, play_cell
 

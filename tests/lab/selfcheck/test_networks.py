@@ -17,6 +17,8 @@ from equipoise_lab.fuzz.networks import Question, Trial, examine, minimised, scr
 from equipoise_lab.fuzz.programs import Program, Statement
 from equipoise_lab.fuzz.statements import expressions, random_program
 
+pytestmark = pytest.mark.medium
+
 ROWS = expressions()
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from equipoise.core.errors import EquipoiseError
 from equipoise.lipschitz import induced_bound, lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.local import Effort
-from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Batch
 from equipoise_lab.fuzz.adversary import Findings, Norm, Target, Witness, assault, confirmed
+from equipoise_lab.fuzz.facts import check_facts
 from equipoise_lab.fuzz.programs import PREAMBLE, Program, shrunk
 from equipoise_lab.fuzz.statements import expressions, random_program
 
@@ -297,7 +297,11 @@ def script(violation: Violation, seed: int, label: str = "") -> str:
     if question.text.startswith("check_facts"):
         return (
             "\n".join(
-                [*lines, "from equipoise.testing import check_facts", f"print({question.text})"]
+                [
+                    *lines,
+                    "from equipoise_lab.fuzz.facts import check_facts",
+                    f"print({question.text})",
+                ]
             )
             + "\n"
         )

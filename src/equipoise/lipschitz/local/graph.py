@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
-from equipoise.lipschitz.operations import Copy, Largest, Pieces
+from equipoise.lipschitz.operations import Copy, Largest
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.rules.registry import per_axis
@@ -197,7 +197,7 @@ def _read(builder: _Builder, call: Call, step: Step) -> None:
     node = call.node
     source = builder.index.get(step.gains[0][0].node) if step.gains else None
     match step.map:
-        case Copy(same=True) | Pieces() if source is not None:
+        case Copy(same=True) if source is not None:
             builder.index[node] = source
         case Largest(sliding=True) if "kernel_size" in call.arguments:
             builder.index[node] = _max_pool(builder, call, step)

@@ -1,5 +1,6 @@
 """Affine operations: matrices, convolutions, batch normalisation, arithmetic with constants, sums of branches."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,11 +29,10 @@ from equipoise.lipschitz.rules.registry import (
     per_axis,
     rule,
 )
+from equipoise.lipschitz.values import aten_name
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
-
-_aten = torch.ops.aten
 
 
 def matrix_step(
@@ -80,21 +80,27 @@ def linear(call: Call) -> Step:
 )
 def convolution(call: Call) -> Step:
     """A convolution with the padding, stride, dilation, groups and input size of this very call."""
-    x, weight = call.x, call.constant("weight")
-    dims = weight.dim() - 2
     if call.get("transposed"):
         return conv_transpose(call)
+    form = _zero_padded(call, call.x.shape)
+    return _conv_step(call, form, 1 - call.constant("weight").dim(), "convolution")
+
+
+def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_maps.Convolution:
+    """The convolution with the weight and settings of a call, on inputs of this shape."""
+    weight = call.constant("weight").detach()
+    dims = weight.dim() - 2
     dilation = per_axis(call["dilation"], dims)
-    stride = per_axis(call["stride"], dims)
     padding = 0 if call["padding"] == "valid" else call["padding"]
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         amount = tuple((r // 2, r - r // 2) for r in reach)
     else:
         amount = tuple((p, p) for p in per_axis(padding, dims))
-    groups, size = int(call["groups"]), x.shape[-dims:]
-    form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, groups, amount, size)
-    return _conv_step(call, form, -1 - dims, "convolution")
+    stride, size = per_axis(call["stride"], dims), shape and shape[-dims:]
+    return linear_maps.convolution(
+        weight, "zeros", stride, dilation, int(call["groups"]), amount, size
+    )
 
 
 def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
@@ -122,15 +128,9 @@ def _conv_step(call: Call, form: Linear, rows: int | None, label: str) -> Step:
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
 def conv_transpose(call: Call) -> Step:
     """The adjoint of a convolution: the same norm, on the sizes of this call."""
-    x, weight = call.x, call.constant("weight")
-    dims = weight.dim() - 2
-    stride = per_axis(call["stride"], dims)
-    dilation = per_axis(call["dilation"], dims)
-    amount = [(p, p) for p in per_axis(call["padding"], dims)]
-    plain = linear_maps.convolution(
-        weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount
-    )
-    sizes = zip(plain.axes, call.shape[-dims:], x.shape[-dims:], strict=True)
+    plain = _zero_padded(call)
+    dims = len(plain.axes)
+    sizes = zip(plain.axes, call.shape[-dims:], call.x.shape[-dims:], strict=True)
     form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
     return _conv_step(call, form, None, "transposed convolution")
 
@@ -155,23 +155,25 @@ def batch_norm(call: Call) -> Step:
         call.refuse(
             "the running variance is negative or the scale is not finite", "check the checkpoint"
         )
-    bias = 0.0 if call["bias"] is None else call.constant("bias").double()
-    centre = mean.double() * scale
-    shift = bias - centre
-    size = centre.abs() + abs(bias)
     shape = [1] * len(x.shape)
     shape[1] = -1
-    top = float(scale.abs().max())
-    high, far = inflate(top), inflate(norm_of(shift))
+    scale = scale.reshape(shape)
+    bias = 0.0 if call["bias"] is None else call.constant("bias").double().reshape(shape)
+    centre = mean.double().reshape(shape) * scale
+    shift = bias - centre
+    size = centre.abs() + abs(bias)
+    scaled = _scaling(call, x, scale, rounded=True)
+    high, far = scaled.gains[0][1], inflate(norm_of(shift))
     positions = x.numel / max(1, scale.numel())
-    form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, inflate(8 * 2.0**-53 * top))
-    return Step(
-        ((x, high),),
-        "batch norm",
-        bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
+    return replace(
+        scaled,
+        label="batch norm",
+        bracket=Bracket(largest(scale) * (1 - 2.0**-49), high, method="exact"),
         offset=inflate(inflate(math.sqrt(positions)) * far),
-        peak=inflate(high * x.peak + far),
-        map=Scaled(scale.reshape(shape), shift.reshape(shape), size.reshape(shape), form),
+        peak=inflate(scaled.peak + far),
+        row=math.inf,
+        low=-math.inf,
+        map=Scaled(scale, shift, size, _as_diagonal(scale, len(shape))),
     )
 
 
@@ -253,30 +255,20 @@ def addition(call: Call) -> Step:
 
 def _interpolation(call: Call) -> Step | None:
     """`z·(h − n) + n` with 0 ≤ z ≤ 1, as in a GRU: between h and n, so gains 1 for each and |h − n| for z."""
-    if call.get("alpha", 1) != 1:
-        return None
-    for mixed, n in ((call["self"], call["other"]), (call["other"], call["self"])):
-        if (
-            not isinstance(mixed, Signal)
-            or not isinstance(n, Signal)
-            or mixed.node.target is not _aten.mul.Tensor
-        ):
+    node: Any = call.node
+    for mixed, last in itertools.permutations(node.args[:2]) if not node.kwargs else ():
+        if aten_name(mixed) != "mul.Tensor":
             continue
-        factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
-        for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():
-            if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1:
+        for gap, gate in itertools.permutations(mixed.args):
+            if aten_name(gap) != "sub.Tensor" or gap.args[1] is not last or gap.kwargs:
                 continue
-            if (
-                gap.node.target is not _aten.sub.Tensor
-                or gap.node.kwargs
-                or gap.node.args[1] is not n.node
-            ):
+            values = [call.lookup(v) for v in (gap.args[0], last, gate) if isinstance(v, fx.Node)]
+            if len(values) < 3 or any(v.shape != call.shape for v in values):
                 continue
-            h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
-            if h is None or not h.shape == n.shape == z.shape == call.shape:
-                continue
+            h, n, z = values
             size = h.peak if isinstance(h, Signal) else largest(h)
-            if math.isfinite(size + n.peak):
+            inside = isinstance(n, Signal) and isinstance(z, Signal) and 0 <= z.low <= z.peak <= 1
+            if inside and math.isfinite(size + n.peak):
                 between = ((h, 1.0), (n, 1.0), (z, inflate(n.peak + size)))
                 gains = tuple(pair for pair in between if isinstance(pair[0], Signal))
                 return Step(gains, "interpolation", peak=inflate(max(n.peak, size)), map=Product())

@@ -60,11 +60,11 @@ def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
 
 def _lowest(curve: Pointwise, x: Signal) -> float:
     """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
-    folded = curve.hinge is not None and bool((curve.hinge[1] >= 0).all())
-    if curve.function is None or (curve.slopes[0] < 0 and not folded):
+    if curve.hinge is not None and curve.slopes[0] < 0:
+        left, right = curve.hinge
+        return 0.0 if bool((left <= 0).all()) and bool((right >= 0).all()) else -math.inf
+    if curve.function is None or curve.slopes[0] < 0:
         return -math.inf
-    if curve.slopes[0] < 0 and x.low < 0:
-        return 0.0 if bool((curve.hinge[0] <= 0).all()) else -math.inf  # type: ignore[index]
     lowest = torch.tensor(max(x.low, -1e300), dtype=torch.float64)  # 0·∞ is not a number
     value = curve.function(lowest).min()
     return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -math.inf

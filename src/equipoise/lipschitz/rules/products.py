@@ -8,7 +8,6 @@ import math
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
 
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.operations import Normalised, Opaque, Product
@@ -22,15 +21,14 @@ from equipoise.lipschitz.rules.registry import (
     norm_of,
     rule,
 )
-from equipoise.lipschitz.rules.shapes import SOFTMAX
+from equipoise.lipschitz.rules.shapes import COPIES, RESHAPES, SOFTMAX, named
+from equipoise.lipschitz.values import aten_name
 from equipoise.maps.pointwise import TABLE
-
-_aten = torch.ops.aten
 
 # --- softmax and normalisations ---------------------------------------------------------------------------------------------
 
 
-@rule("aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default")
+@rule(*named(SOFTMAX))
 def softmax(call: Call) -> Step:
     """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
     x = call.x
@@ -107,7 +105,7 @@ def layer_norm(call: Call) -> Step:
 
     An RMS norm without ε takes the machine epsilon of the type, as PyTorch does.
     """
-    centred = call.node.target is not _aten.rms_norm.default
+    centred = aten_name(call.node) != "rms_norm.default"
     label = "layer norm" if centred else "RMS norm"
     return _normalised(call, math.prod(call["normalized_shape"]), 1, label, centred)
 
@@ -182,27 +180,15 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         a: the numerator.
         b: the denominator.
     """
-    bottom: Any = b.node
-    if bottom.target is _aten.add.Tensor and not bottom.kwargs:
-        inside, one = bottom.args
-        if (
-            isinstance(inside, fx.Node)
-            and inside.target is _aten.abs.default
-            and inside.args[0] is a.node
-            and one == 1
-        ):
-            return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
-    length = _own_length(bottom, a)
-    if length is not None:
-        eps, dims = length
+    size, floor = _floored(b.node)
+    added = floor == 1 and aten_name(b.node) == "add.Tensor"
+    if added and aten_name(size) == "abs.default" and size.args[0] is a.node:
+        return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
+    dims = _own_length(size, a)
+    if floor > 0 and dims is not None:
         row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else math.inf
-        return Step(
-            ((a, inflate(copies(a, call.shape) / eps)),),
-            "normalised",
-            offset=0.0,
-            peak=1.0,
-            row=row,
-        )
+        gain = inflate(copies(a, call.shape) / floor)
+        return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row)
     if not b.low > 0:
         call.refuse(
             "dividing one branch by another is not Lipschitz near 0",
@@ -220,46 +206,36 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=Product())
 
 
-def _own_length(bottom: Any, a: Signal) -> tuple[float, list[int]] | None:
-    """ε and the dimensions where the denominator is `max(‖a‖, ε)` or `‖a‖ + ε`, the ℓ2 length over dimensions that are kept."""
-    while bottom.target in (_aten.expand.default, _aten.clone.default):
+def _floored(bottom: Any) -> tuple[Any, float]:
+    """`(v, ε)` where the denominator is `max(v, ε)` or `v + ε`, possibly repeated; ε is 0 where it is neither."""
+    while aten_name(bottom) in ("expand.default", "clone.default"):
         bottom = bottom.args[0]
-    floors = (_aten.clamp_min.default, _aten.clamp.default, _aten.add.Tensor, _aten.add.Scalar)
-    if bottom.target not in floors or len(bottom.args) != 2 or bottom.kwargs:
+    floors = ("clamp_min.default", "clamp.default", "add.Tensor", "add.Scalar")
+    if aten_name(bottom) in floors and len(bottom.args) == 2 and not bottom.kwargs:
+        size, floor = bottom.args
+        if isinstance(floor, int | float):
+            return size, float(floor)
+    return None, 0.0
+
+
+def _own_length(norm: Any, a: Signal) -> list[int] | None:
+    """The dimensions over which this is the ℓ2 length of a, where they are kept."""
+    lengths = ("linalg_vector_norm.default", "norm.ScalarOpt_dim")
+    if aten_name(norm) not in lengths or norm.kwargs or len(norm.args) != 4:
         return None
-    norm, eps = bottom.args
-    lengths = (_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim)
-    if (
-        not isinstance(norm, fx.Node)
-        or norm.target not in lengths
-        or norm.kwargs
-        or len(norm.args) != 4
-    ):
+    source, order, dims, kept = norm.args
+    if source is not a.node or order not in (2, None) or not dims or not kept:
         return None
-    source, order, dims, kept = tuple[Any, ...](norm.args)
-    plain = (
-        source is a.node and order in (2, None) and isinstance(dims, list | tuple) and kept is True
-    )
-    if not plain or not isinstance(eps, int | float) or eps <= 0:
-        return None
-    return float(eps), [d % len(a.shape) for d in dims]
+    return [d % len(a.shape) for d in dims]
 
 
 #: operations that may only copy a batch of matrices, or number it anew
-_REGROUPING = (
-    _aten.dropout.default,
-    _aten.contiguous.default,
-    _aten.clone.default,
-    _aten.expand.default,
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.reshape.default,
-)
+_REGROUPING = (*RESHAPES, *COPIES, "dropout.default", "expand.default")
 
 
 def _ungrouped(call: Call, a: Signal) -> Signal:
     """The signal behind copies of a batch of matrices: as many matrices of the same shape, each with the same entries."""
-    while a.node.target in _REGROUPING:
+    while aten_name(a.node) in _REGROUPING:
         source = call.lookup(a.node.args[0])  # type: ignore[arg-type]
         same = isinstance(source, Signal) and source.numel == a.numel
         if not same or source.shape[-2:] != a.shape[-2:]:
@@ -270,16 +246,12 @@ def _ungrouped(call: Call, a: Signal) -> Signal:
 
 def _softmax_source(call: Call, a: Signal) -> Signal | None:
     """The scores behind a softmax over the last dimension."""
-    node = _ungrouped(call, a).node
-    if node.target not in SOFTMAX:
+    node: Any = _ungrouped(call, a).node
+    if aten_name(node) not in SOFTMAX:
         return None
-    scores = call.lookup(node.args[0])  # type: ignore[arg-type]
-    dim: int = node.args[1]  # type: ignore[assignment]
-    return (
-        scores
-        if isinstance(scores, Signal) and dim % len(scores.shape) == len(scores.shape) - 1
-        else None
-    )
+    scores, dim = call.lookup(node.args[0]), node.args[1]
+    last = isinstance(scores, Signal) and dim in (-1, len(scores.shape) - 1)
+    return scores if last else None
 
 
 def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
@@ -310,13 +282,15 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
 def _transposed_norm(call: Call, b: Signal) -> float:
     """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
     b = _ungrouped(call, b)
-    node = b.node
-    if node.target is not _aten.transpose.int:
+    node: Any = b.node
+    if aten_name(node) != "transpose.int":
         return math.inf
-    source = call.lookup(node.args[0])  # type: ignore[arg-type]
-    dims = {d % len(b.shape) for d in node.args[1:] if isinstance(d, int)}
-    turned = dims == {len(b.shape) - 1, len(b.shape) - 2} and isinstance(source, Signal)
-    return inflate(math.sqrt(source.shape[-2]) * source.row) if turned else math.inf
+    source, *dims = node.args
+    rank = len(b.shape)
+    if {d % rank for d in dims} != {rank - 1, rank - 2}:
+        return math.inf
+    before: Signal = call.lookup(source)
+    return inflate(math.sqrt(before.shape[-2]) * before.row)
 
 
 def _attention(call: Call, scores: Signal, v: Signal) -> Step:

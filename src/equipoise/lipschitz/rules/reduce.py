@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
@@ -25,10 +25,9 @@ from equipoise.lipschitz.rules.registry import (
     root,
     rule,
 )
-from equipoise.lipschitz.rules.shapes import most_frequent
+from equipoise.lipschitz.rules.shapes import most_frequent, named
+from equipoise.lipschitz.values import aten_name
 from equipoise.norms import spectral_norm
-
-_aten = torch.ops.aten
 
 # --- sums, means and norms --------------------------------------------------------------------------------------------------
 
@@ -213,19 +212,8 @@ def sort(call: Call) -> Step:
     return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
 
 
-@rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "amax.default",
-            "amin.default",
-            "max.dim",
-            "min.dim",
-            "max.default",
-            "min.default",
-        )
-    )
-)
+@rule(*named(f"{name}.{kind}" for name in ("max", "min") for kind in ("dim", "default")))
+@rule("aten.amax.default", "aten.amin.default")
 def extreme(call: Call) -> Step:
     """The largest or smallest of disjoint sets of entries: 1, the values only."""
     return carried(call.x, 1.0, "order statistic", Largest())
@@ -242,12 +230,14 @@ def two_to_one(call: Call) -> Step:
 @rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
 def concatenation(call: Call) -> Step:
     """Root of the sum of squares; a maximum next to the minimum of the same entries only reorders them (MaxMin)."""
-    join = torch.stack if call.node.target is _aten.stack.default else torch.cat
+    join = torch.stack if aten_name(call.node) == "stack.default" else torch.cat
     tensors = call["tensors"]
     signals = [t for t in tensors if isinstance(t, Signal)]
     constants = [t for t in tensors if isinstance(t, Tensor) and t.numel()]
     offset = inflate(math.hypot(*map(norm_of, constants)))
     sources = _without_max_min(call, signals)
+    plain = sources == signals
+    fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors)
     return Step(
         tuple((s, 1.0) for s in sources),
         "concatenation",
@@ -256,17 +246,13 @@ def concatenation(call: Call) -> Step:
         norm=inflate(math.hypot(*(t.norm for t in signals), offset)),
         peak=max([t.peak for t in signals] + [largest(t) for t in constants]),
         low=min([t.low for t in signals] + [float(t.min()) for t in constants]),
-        map=_join(call, join) if sources == signals else Sorted(),
+        map=Join(fixed, functools.partial(join, dim=call["dim"])) if plain else Sorted(),
     )
 
 
-def _join(call: Call, join: Callable[..., Tensor]) -> Join:
-    fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in call["tensors"])
-    return Join(fixed, functools.partial(join, dim=call["dim"]))
-
-
-_LARGER = {_aten.maximum.default, _aten.max.other, _aten.amax.default, _aten.max.dim}
-_SMALLER = {_aten.minimum.default, _aten.min.other, _aten.amin.default, _aten.min.dim}
+#: maxima, and minima, of two tensors and of a set of entries
+_LARGER = ("maximum.default", "max.other", "amax.default", "max.dim")
+_SMALLER = ("minimum.default", "min.other", "amin.default", "min.dim")
 
 
 def _without_max_min(call: Call, parts: list[Signal]) -> list[Signal]:
@@ -274,55 +260,46 @@ def _without_max_min(call: Call, parts: list[Signal]) -> list[Signal]:
 
     Of two or more entries, maximum and minimum are two different ones of them, so together they hold each at most once.
     """
-    waiting: dict[Any, tuple[Signal, bool]] = {}
-    sources: list[Signal] = []
+    compared = [_compared(call, part) for part in parts]
+    keys = [key for key, _ in compared]
+    left = dict(enumerate(parts))
     paired: list[Signal] = []
-    for part in parts:
-        key, of, is_maximum = _compared(call, part)
-        other, other_is_maximum = waiting.get(key, (part, is_maximum))
-        if not of or other_is_maximum is is_maximum:
-            sources.append(part)
-            waiting.setdefault(key, (part, is_maximum))
-            continue
-        del waiting[key]
-        sources.remove(other)
-        paired += of
-    return paired + sources
+    for i, ((kind, *of), operands) in enumerate(compared):
+        if kind == "larger" and ("smaller", *of) in keys:
+            place = keys.index(("smaller", *of))
+            keys[place] = ("paired",)  # each minimum goes with one maximum
+            del left[i], left[place]
+            paired += operands
+    return paired + list(left.values())
 
 
-def _compared(call: Call, part: Signal) -> tuple[Any, list[Signal], bool]:
-    """Which entries a maximum or minimum is taken of, as a key and as signals (none: not of this kind), and which it is."""
+def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
+    """Whether a part is the larger or the smaller of some entries, and of which, as a key and as signals."""
     node: Any = part.node
-    if node.target is operator.getitem and node.args[1] == 0:
+    if node.target is operator.getitem:
         node = node.args[0]
-    if node.target not in _LARGER | _SMALLER or node.kwargs:
-        return part, [], False
-    is_maximum = node.target in _LARGER
+    name = aten_name(node)
+    if name not in _LARGER + _SMALLER or node.kwargs:
+        return ("other",), []
+    kind = "larger" if name in _LARGER else "smaller"
     operands = [call.lookup(n) for n in node.all_input_nodes]
     if not all(isinstance(s, Signal) for s in operands):
-        return part, [], False
+        return ("other",), []
     if len(operands) == 2:  # maximum(a, b)
-        key: Any = frozenset(_identity(n) for n in node.args)
-        fits = len(key) == 2 and all(s.shape == part.shape for s in operands)
-        return key, operands if fits else [], is_maximum
-    if len(node.args) < 2 or isinstance(node.args[1], fx.Node):
-        return part, [], False
+        both = frozenset(_identity(n) for n in node.args)
+        fits = len(both) == 2 and all(s.shape == part.shape for s in operands)
+        return (kind, both) if fits else ("other",), operands
+    if len(node.args) < 2 or part.numel == operands[0].numel:
+        return ("other",), []
     shape = operands[0].shape
     dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    dims = tuple(sorted(d % len(shape) for d in dims))
-    several = math.prod(shape[d] for d in dims) > 1
-    return (_identity(node.args[0]), dims), operands if several else [], is_maximum
+    return (kind, _identity(node.args[0]), frozenset(d % len(shape) for d in dims)), operands
 
 
 def _identity(argument: Any, depth: int = 4) -> Any:
     """What a tensor is computed from, so that `x[:, :2]` taken twice is one thing: every operation here is a function."""
     if isinstance(argument, list | tuple):
         return tuple(_identity(a, depth) for a in argument)
-    if (
-        not isinstance(argument, fx.Node)
-        or argument.op != "call_function"
-        or argument.kwargs
-        or not depth
-    ):
+    if not aten_name(argument) or argument.kwargs or not depth:
         return argument
     return argument.target, _identity(argument.args, depth - 1)

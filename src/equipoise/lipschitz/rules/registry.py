@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +11,17 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.bounds import Bound, Bracket, as_upper
+from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import deflate, frobenius, inflate
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
-from equipoise.lipschitz.values import module_path, where
+from equipoise.lipschitz.values import Lookup, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
+Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
 
@@ -31,18 +32,17 @@ class Signal:
 
     `norm` bounds the ℓ2 norm of the whole tensor, `row` that of every row (last dimension), `peak` the size of every entry;
     infinite where unknown. No entry is below `low`. `part` says which entries of which other tensor this one holds, where
-    it is a selection of them; `pieces` that it stands for all tensors that a split gave.
+    it is a selection of them.
     """
 
     node: fx.Node
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     norm: float = math.inf
     row: float = math.inf
     peak: float = math.inf
     low: float = -math.inf
     part: tuple[fx.Node, Tensor] | None = field(default=None, repr=False)
-    pieces: bool = False
 
     @property
     def numel(self) -> int:
@@ -74,22 +74,10 @@ class Step:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.combine not in ("sum", "root"):
-            raise InputError(
-                f"{self.label}: gains are combined by 'sum' or 'root', got {self.combine!r}"
-            )
+        require_one_of(("sum", "root"), combine=self.combine)
         if any(isinstance(gain, Bound | Bracket) for _, gain in self.gains):
-            object.__setattr__(
-                self, "gains", tuple((s, as_upper(gain, "gain")) for s, gain in self.gains)
-            )
-        if (
-            isinstance(self.map, Copy)
-            and self.map.same
-            and any(gain != 1 for _, gain in self.gains)
-        ):
-            raise InputError(
-                f"{self.label}: entries that stay what and where they are have the gain 1"
-            )
+            gains = tuple((s, as_upper(gain, "gain")) for s, gain in self.gains)
+            object.__setattr__(self, "gains", gains)
         if isinstance(self.map, Pointwise):
             object.__setattr__(self, "slopes", self.map.slopes)
         elif self.slopes is not None:
@@ -97,9 +85,7 @@ class Step:
                 raise InputError(
                     f"{self.label}: slopes belong to a function of one tensor, entry by entry"
                 )
-            object.__setattr__(
-                self, "map", Pointwise((float(self.slopes[0]), float(self.slopes[1])))
-            )
+            object.__setattr__(self, "map", Pointwise(self.slopes))
 
     @property
     def curve(self) -> Pointwise | None:
@@ -137,7 +123,7 @@ def unchanged(x: Signal) -> Step:
 class Call:
     """One node with its arguments by schema name: `Signal` where they depend on the input, values elsewhere."""
 
-    def __init__(self, node: fx.Node, lookup: Callable[[fx.Node], Any], cache: Cache) -> None:
+    def __init__(self, node: fx.Node, lookup: Lookup, cache: Cache) -> None:
         self.node, self.lookup, self.cache = node, lookup, cache
         self.arguments = _bind(node, lookup)
 
@@ -158,12 +144,7 @@ class Call:
         return bracket(form, self.cache)
 
     @property
-    def path(self) -> str:
-        """Module path of the node."""
-        return module_path(self.node)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the output."""
         return shape_of(self.node)
 
@@ -247,7 +228,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation; refused where there is none."""
-    function = _rule_of(node)
+    function = rule_of(node)
     if function is not None:
         return function
     name = _name(node.target)
@@ -258,12 +239,8 @@ def find_rule(node: fx.Node) -> Rule:
     )
 
 
-def has_rule(node: fx.Node) -> bool:
-    """Whether a node's operation has a rule."""
-    return _rule_of(node) is not None
-
-
-def _rule_of(node: fx.Node) -> Rule | None:
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a node's operation, if it has one."""
     table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
     if name not in table:
         _load_installed()
@@ -302,7 +279,7 @@ def known_operations() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> Shape:
     """Static shape of a node's tensor (of the first, for several)."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
@@ -348,7 +325,7 @@ def root(n: int) -> float:
     return float(whole) if whole * whole == n else inflate(math.sqrt(n))
 
 
-def copies(signal: Signal, shape: tuple[int, ...]) -> float:
+def copies(signal: Signal, shape: Shape) -> float:
     """√ of how often broadcasting to `shape` repeats every entry, rounded up."""
     times = math.prod(shape) // max(1, signal.numel)
     return root(max(1, times))
@@ -367,7 +344,7 @@ def repeated(
     return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
-def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> Shape:
     """One number per axis, from one for all, one each, or none at all.
 
     Args:
@@ -382,78 +359,12 @@ def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, .
     return values * dims if len(values) == 1 else values
 
 
-def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
+def _bind(node: fx.Node, lookup: Lookup) -> dict[str, Any]:
     args = fx.node.map_arg(node.args, lookup)
-    kwargs = fx.node.map_arg(node.kwargs, lookup)
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
-        return dict(zip(names, args, strict=False)) | dict(kwargs)
-    bound: dict[str, Any] = {}
-    for i, argument in enumerate(schema.arguments):
-        if i < len(args) and not argument.kwarg_only:
-            bound[argument.name] = args[i]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        else:
-            bound[argument.name] = argument.default_value if argument.has_default_value() else None
-    return bound
-
-
-# --- numbers that are none: a NaN or infinite constant has no bound, masks of −∞ before a softmax apart --------------------
-
-_aten = torch.ops.aten
-#: a constant −∞ may enter here …
-_MASKING = {
-    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
-}  # fmt: skip
-#: … be carried on by these …
-_CARRYING = {
-    _aten.view.default, _aten.reshape.default, _aten.transpose.int, _aten.permute.default, _aten.contiguous.default,
-    _aten.clone.default, _aten.flatten.using_ints, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default,
-}  # fmt: skip
-#: … and must end in one of these, where it is a weight of 0
-_ABSORBING = {
-    _aten.softmax.int,
-    _aten._softmax.default,
-    _aten._safe_softmax.default,
-    _aten.logsumexp.default,
-}
-#: limits that may be open on this side, and orders of norms
-_OPEN = {"min": -1, "min_val": -1, "max": 1, "max_val": 1, "ord": 1, "p": 1}
-
-
-def refuse_nonfinite(call: Call) -> None:
-    """Refuse NaN and infinite constants among the arguments, naming the one."""
-    for name, value in call.arguments.items():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            wrong = _wrong(one)
-            if wrong is None or (math.isinf(wrong) and _OPEN.get(name) == math.copysign(1, wrong)):
-                continue
-            if wrong == -math.inf and call.node.target in _MASKING and _absorbed(call.node):
-                continue
-            call.refuse(
-                f"its constant argument {name!r} holds a non-finite number ({wrong})",
-                "check the weights and the checkpoint",
-            )
-
-
-def _wrong(value: Any) -> float | None:
-    """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
-    if isinstance(value, Tensor) and value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    if isinstance(value, Tensor) and value.is_floating_point():
-        if value.numel() == 0 or bool(torch.isfinite(value).all()):
-            return None
-        rest = value[~torch.isfinite(value)]
-        return math.nan if bool(rest.isnan().any()) else float(rest.max())
-    return value if isinstance(value, float) and not math.isfinite(value) else None
-
-
-def _absorbed(node: fx.Node) -> bool:
-    """Whether everything that reads this node turns −∞ into a weight of 0."""
-    for user in node.users:
-        target = user.target if user.op == "call_function" else None
-        if target not in _ABSORBING and not (target in _MASKING | _CARRYING and _absorbed(user)):
-            return False
-    return bool(node.users)
+    if schema is None:  # `getitem`
+        return {str(i): value for i, value in enumerate(args)}
+    defaults = {
+        a.name: a.default_value if a.has_default_value() else None for a in schema.arguments
+    }
+    return defaults | dict(zip(defaults, args, strict=False)) | fx.node.map_arg(node.kwargs, lookup)

@@ -1,12 +1,14 @@
 """Operations that move entries: views and permutations are isometries, selections contract, copies stretch, writes merge."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Copy, Map, Padded, Piece, Pieces, Product
+from equipoise.lipschitz.operations import Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
@@ -20,14 +22,18 @@ from equipoise.lipschitz.rules.registry import (
     rule,
     unchanged,
 )
-from equipoise.lipschitz.values import exactly
+from equipoise.lipschitz.values import aten_name, exactly
 from equipoise.maps.linear import Padding
 
+#: the same entries in the same order, in another shape
+RESHAPES = (
+    "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int", "squeeze.default",
+    "squeeze.dim", "squeeze.dims", "unsqueeze.default",
+)  # fmt: skip
 #: the same entries in another shape or order
 VIEWS = (
-    "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int", "squeeze.default",
-    "squeeze.dim", "squeeze.dims", "unsqueeze.default", "transpose.int", "permute.default", "t.default", "flip.default",
-    "roll.default", "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default",
+    *RESHAPES, "transpose.int", "permute.default", "t.default", "flip.default", "roll.default", "pixel_shuffle.default",
+    "pixel_unshuffle.default", "channel_shuffle.default",
 )  # fmt: skip
 #: some entries, each once
 SELECTIONS = ("slice.Tensor", "select.int", "diagonal.default")
@@ -36,33 +42,22 @@ INDEXED = (
     "expand.default", "repeat.default", "index.Tensor", "index_select.default", "gather.default", "unfold.default",
     "im2col.default", "tril.default", "triu.default", "diag_embed.default",
 )  # fmt: skip
-#: several tensors that together hold every entry once
-PIECES = (
-    "split.Tensor",
-    "split_with_sizes.default",
-    "chunk.default",
-    "unsafe_split.Tensor",
-    "unbind.int",
-)
+
 #: copies, which hold the same entries
 COPIES = (
-    "contiguous.default",
-    "clone.default",
-    "alias.default",
-    "detach.default",
-    "lift_fresh_copy.default",
-)
+    "contiguous.default", "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default",
+)  # fmt: skip
 #: the identity on what has a bound: casts to narrow types are refused for their result
 IDENTITIES = (
     *COPIES,
     "dropout.default", "alpha_dropout.default", "feature_dropout.default", "feature_alpha_dropout.default",
     "nan_to_num.default", "to.dtype", "_to_copy.default", "to.dtype_layout", "to.device", "type_as.default", "to.other",
 )  # fmt: skip
-_aten = torch.ops.aten
-SOFTMAX = (_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default)
+SOFTMAX = ("softmax.int", "_softmax.default", "_safe_softmax.default")
 
 
-def _names(operations: tuple[str, ...]) -> list[str]:
+def named(operations: Iterable[str]) -> list[str]:
+    """Operations of aten as `rule` takes them."""
     return [f"aten.{name}" for name in operations]
 
 
@@ -92,13 +87,13 @@ def _row(x: Signal, places: Tensor) -> float:
     return x.row if bool(one_row.all()) and not bool(repeats.any()) else math.inf
 
 
-@rule(*_names(VIEWS))
+@rule(*named(VIEWS))
 def view(call: Call) -> Step:
     """The same entries in another order: an isometry."""
     return _selected(call, "view")
 
 
-@rule(*_names(SELECTIONS))
+@rule(*named(SELECTIONS))
 def selection(call: Call) -> Step:
     """Some entries: a contraction. One component of a softmax: 1/(2√2), p_i(1 − p_i)·√2 at most."""
     return _component(call) or _selected(call, "selection")
@@ -113,22 +108,19 @@ def _selected(call: Call, label: str) -> Step:
 def _component(call: Call) -> Step | None:
     """The step of a selection of one component of a softmax, `p[..., i]` or a slice of length 1."""
     x, dim = call.x, call.get("dim")
-    if x.node.target not in SOFTMAX or dim is None:
+    if aten_name(x.node) not in SOFTMAX or dim is None:
         return None
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
     along: int = x.node.args[1]  # type: ignore[assignment]
     same = dim % len(x.shape) == along % len(x.shape)
-    if (
-        not same
-        or math.prod(call.shape) * x.shape[dim] != x.numel
-        or not isinstance(scores, Signal)
-    ):
+    one = math.prod(call.shape) * x.shape[dim] == x.numel
+    if not (same and one and isinstance(scores, Signal)):
         return None
     gains = ((scores, inflate(math.sqrt(0.125))),)
     return Step(gains, "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
 
 
-@rule(*_names(INDEXED))
+@rule(*named(INDEXED))
 def indexed(call: Call) -> Step:
     """Entries at constant positions: √ of how often the most frequent one is read."""
     require_constant_places(call)
@@ -146,34 +138,20 @@ def most_frequent(places: Tensor) -> int:
     return int(torch.bincount(places.flatten(), minlength=2)[1:].max())
 
 
-@rule(*_names(PIECES))
-def pieces(call: Call) -> Step:
-    """All pieces together hold every entry once; `getitem` takes one."""
-    x = call.x
-    splits_rows = (
-        call.node.target is _aten.unbind.int and call["dim"] % len(x.shape) == len(x.shape) - 1
-    )
-    return carried(x, 1.0, "split", Pieces(), math.inf if splits_rows else x.row)
-
-
 @rule("getitem")
 def getitem(call: Call) -> Step:
-    """One piece of a split, or the values (never the indices) of a maximum or sort."""
-    x, index = call.x, call.node.args[1]
-    assert isinstance(index, int)
-    value = call.node.meta.get("val")
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+    """The values (never the indices) of a maximum or sort."""
+    if not call.node.meta["val"].is_floating_point():
         call.refuse("the position of a maximum jumps with the input", "use the values only")
-    if not x.pieces and index != 0:
+    if call.node.args[1] != 0:
         call.refuse(
             "only the first result of this operation has a rule",
             "use the result itself, not its statistics",
         )
-    map: Map = Piece(index) if x.pieces else Copy(same=True, traced=True)
-    return Step(((x, 1.0),), "piece", peak=x.peak, row=x.row, norm=x.norm, low=x.low, map=map)
+    return unchanged(call.x)
 
 
-@rule(*_names(IDENTITIES))
+@rule(*named(IDENTITIES))
 def identity(call: Call) -> Step:
     """The identity in evaluation, on finite numbers, between float32 and float64."""
     if call.get("train"):
@@ -244,3 +222,51 @@ def overwrite_part(call: Call) -> Step:
     offset = inflate(sum(norm_of(value) for value in values if isinstance(value, Tensor)))
     peak = max(value.peak if isinstance(value, Signal) else largest(value) for value in values)
     return Step(gains, "overwritten", "root", offset=offset, peak=peak)
+
+
+# --- a NaN or infinite constant has no bound, masks of −∞ before a softmax apart ----------------------------------------------
+
+#: a constant −∞ may enter here …
+_MASKING = (
+    "add.Tensor", "add.Scalar", "where.self", "masked_fill.Scalar", "masked_fill.Tensor",
+)  # fmt: skip
+#: … be carried on by these, and must end in a softmax, where it is a weight of 0
+_CARRYING = (*_MASKING, *VIEWS, *COPIES, "expand.default")
+#: limits that may be open on this side, and orders of norms
+_OPEN = {"min": -1, "min_val": -1, "max": 1, "max_val": 1, "ord": 1, "p": 1}
+
+
+def refuse_nonfinite(call: Call) -> None:
+    """Refuse NaN and infinite constants among the arguments, naming the one."""
+    for name, value in call.arguments.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            wrong = _nonfinite(one)
+            if wrong is None or (math.isinf(wrong) and _OPEN.get(name) == math.copysign(1, wrong)):
+                continue
+            masks = wrong == -math.inf and aten_name(call.node) in _MASKING
+            if not masks or not _absorbed(call.node):
+                call.refuse(
+                    f"its constant argument {name!r} holds a non-finite number ({wrong})",
+                    "check the weights and the checkpoint",
+                )
+
+
+def _nonfinite(value: Any) -> float | None:
+    """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
+    if isinstance(value, float):
+        value = torch.tensor(value, dtype=torch.float64)
+    if not isinstance(value, Tensor) or bool(torch.isfinite(value).all()):
+        return None
+    rest = value[~torch.isfinite(value)]
+    if rest.is_complex() or bool(rest.isnan().any()):
+        return math.nan
+    return float(rest.max())
+
+
+def _absorbed(node: fx.Node) -> bool:
+    """Whether everything that reads this node turns −∞ into a weight of 0."""
+    return bool(node.users) and all(
+        aten_name(user) in (*SOFTMAX, "logsumexp.default")
+        or (aten_name(user) in _CARRYING and _absorbed(user))
+        for user in node.users
+    )

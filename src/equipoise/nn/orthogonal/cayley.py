@@ -29,7 +29,7 @@ from equipoise.nn.orthogonal.frequency import (
     contracted,
     symbol,
 )
-from equipoise.nn.orthogonal.polar import project_to_contraction
+from equipoise.nn.orthogonal.polar import or_one, project_to_contraction
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 
 #: what is added to a Gram matrix, relative to the mean of its diagonal
@@ -92,16 +92,14 @@ def reflector(V: Tensor, rows: int) -> Tensor:
 def _sized(V: Tensor) -> Tensor:
     """In double precision, scaled to entries of at most 1: squares neither overflow nor vanish."""
     V = V.to(torch.complex128 if V.is_complex() else torch.float64)
-    largest = V.detach().abs().flatten().amax(0)
-    return V / torch.where(largest > 0, largest, torch.ones_like(largest))
+    return V / or_one(V.detach().abs().flatten().amax(0))
 
 
 def _gram(V: Tensor) -> Tensor:
     G = V.mH @ V
     n = G.shape[-1]
     mean = torch.diagonal(G, dim1=-2, dim2=-1).real.detach().mean(-1)[..., None, None]
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    return G + _DELTA * mean * torch.eye(n, dtype=V.dtype, device=V.device)
+    return G + _DELTA * or_one(mean) * torch.eye(n, dtype=V.dtype, device=V.device)
 
 
 def _rank(rank: int | None, out: int, ins: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.precision import gamma, unit_roundoff
 from equipoise.nn.orthogonal.frame import FramedConv2d, Size
+from equipoise.nn.orthogonal.polar import or_one
 
 
 def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
@@ -113,7 +114,7 @@ def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
     largest = torch.stack([k.detach().abs().flatten().amax(0) for k in kernels if k.numel()]).amax(
         0
     )
-    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+    largest = or_one(largest)
     unit = [k / largest for k in kernels]
     total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)
     return [k * (cap / torch.maximum(total.sqrt() * math.sqrt(taps), cap / largest)) for k in unit]

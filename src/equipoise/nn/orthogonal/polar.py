@@ -88,6 +88,11 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
     return W.mT if tall else W
 
 
+def or_one(scale: Tensor) -> Tensor:
+    """What to divide by: 1 where there is nothing to scale."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
 def _precision(raw: Tensor) -> torch.dtype:
     return torch.float64 if raw.shape[-2] <= FEW_ROWS else raw.dtype
 
@@ -111,29 +116,28 @@ class Polar(torch.autograd.Function):
     With `WWᵀ = U·diag(s²)·Uᵀ`, a gradient g for Q, `B = gQᵀ`, `S⁻¹ = U·diag(1/s)·Uᵀ` and Y with the entries
     `(Uᵀ(B − Bᵀ)U)_ij/(s_i + s_j)` in the basis U, the gradient for W is `S⁻¹g + (Y − S⁻¹B)Q`: three large products instead of
     four for every step taken. (From `dW = dS·Q + S·dQ` with a skew `dQ·Qᵀ`; the last step has derivative 1 on such dQ.)
-    Higher derivatives go through the steps. Where the rows of W are orthonormal up to `NEARLY`, as `optim.Muon` keeps them, the
-    last step is enough; U is left out, and the gradient is `g − (B + Bᵀ)/2·Q`.
+    Higher derivatives go through the steps. Where W is orthonormal up to `NEARLY`, as `optim.Muon` keeps it, U and s·scale are
+    those of the identity.
     """
 
     @staticmethod
     def forward(raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q, and what the gradient needs: Q with its digits, U, and s in the units of raw."""
-        largest = raw.abs().amax((-2, -1), keepdim=True).double()
-        scale = torch.where(largest > 0, largest, torch.ones_like(largest))
+        scale = or_one(raw.abs().amax((-2, -1), keepdim=True).double())
         W = raw.double() / scale
         gram = W @ W.mT
-        identity = torch.eye(raw.shape[-2], dtype=gram.dtype, device=raw.device)
-        if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
-            Q = last_step(raw, raw.dtype)
-            none = raw.new_empty(0)
-            return Q.to(raw.dtype), Q.to(_precision(raw), copy=True), none, none.clone()
         whole = gram.isfinite().all((-2, -1), keepdim=True)
-        squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+        if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
+            squares, U = (scale**-2)[..., 0].expand_as(gram[..., 0]), identity
+        else:
+            squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
         most = squares[..., -1:]
-        s = squares.maximum(SMALLEST**2 * torch.where(most > 0, most, torch.ones_like(most))).sqrt()
+        s = squares.maximum(SMALLEST**2 * or_one(most)).sqrt()
         Q = (U / s[..., None, :]) @ (U.mT @ W)
-        precise = (t.to(_precision(raw)) for t in (Q, U, s * scale[..., 0]))
-        return torch.where(whole, last_step(Q, raw.dtype), torch.nan).to(raw.dtype), *precise
+        result = torch.where(whole, last_step(Q, raw.dtype), torch.nan).to(raw.dtype)
+        dtype = _precision(raw)
+        return result, Q.to(dtype), U.to(dtype), (s * scale[..., 0]).to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,8 +164,6 @@ class Polar(torch.autograd.Function):
             return again
         g = g.to(Q.dtype)
         B = g @ Q.mT
-        if not U.numel():
-            return (g - (B + B.mT) / 2 @ Q).to(raw.dtype)
         C = U.mT @ B @ U
         Y = (C - C.mT) / (s[..., :, None] + s[..., None, :]) - C / s[..., :, None]
         S = (U / s[..., None, :]) @ U.mT
@@ -170,8 +172,7 @@ class Polar(torch.autograd.Function):
 
 def normalised(raw: Tensor) -> Tensor:
     """`raw/s` with `s = ‖WWᵀ‖_F^(1/2) ≥ σ_max`; the result does not depend on the size of raw, from 1e-37 to 1e37."""
-    largest = raw.detach().abs().amax((-2, -1), keepdim=True)
-    W = raw / torch.where(largest > 0, largest, torch.ones_like(largest))
+    W = raw / or_one(raw.detach().abs().amax((-2, -1), keepdim=True))
     size = (W @ W.mT).square().sum((-2, -1), keepdim=True).clamp_min(1.0)  # at least 1 unless W = 0
     return W / size.sqrt().sqrt()
 

@@ -29,7 +29,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
-from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.orthogonal.polar import last_step, or_one
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.differentiable import symbol_norm
@@ -109,8 +109,7 @@ def bounded(A: Tensor, angle: float) -> Tensor:
         A: skew kernels (g, c, c, kh, kw).
         angle: largest norm.
     """
-    c = A.detach().abs().flatten().amax(0)
-    c = torch.where(c > 0, c, torch.ones_like(c))
+    c = or_one(A.detach().abs().flatten().amax(0))
     unit = A / c
     bound, delta = symbol_norm(unit.double(), 3, 8)
     return unit * (angle / torch.maximum(bound * (1 + delta + 1e-9), angle / c.double())).to(
@@ -271,8 +270,7 @@ class SOC(Parametrization):
         """The weight."""
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         n = tall.shape[1]
-        largest = tall.detach().abs().flatten().amax(0).double()
-        largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+        largest = or_one(tall.detach().abs().flatten().amax(0).double())
         unit = tall.double() / largest
         parts = [unit[:n] - unit[:n].mT, *([unit[n:]] if len(unit) > n else [])]
         bound = torch.stack(

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from equipoise.lipschitz import lipschitz_bound
-from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import (
+    Context,
+    Label,
+    Precondition,
+    Row,
+    Verdict,
+    graded,
+    of_module,
+)
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of
 from equipoise_lab.experiments.shared.training import merged, train
@@ -49,7 +57,7 @@ class Settings:
 
     recipe: dict[str, Any]
     seeds: int = 1
-    replicated: tuple[float, ...] = (10.0, 100.0, 1000.0)
+    replicated: tuple[float, ...] = (10.0, 100.0)
     attentions: tuple[str, ...] = ("l2", "convex")
     constants: tuple[float | None, ...] = field(default=(2.0, 10.0, 100.0, 1000.0, None))
 
@@ -151,8 +159,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         (of_kind(rows, kind)[0] for kind in ("l2", "convex")), key=lambda s: s.accuracy.value
     )
     gains = attention_gains(rows)
-    compared = ", ".join(f"{gain.signed} points at {c:g}" for c, gain in gains.items())
-    seeds = len({r["seed"] for r in rows})
+    compared = ", ".join(f"{gain.show()} points at {c:g}" for c, gain in gains.items())
     return (
         Verdict(
             graded(kept),
@@ -161,16 +168,18 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
             "constant",
         ),
         Verdict(graded(all(grows), any(grows)), price, "our own claim", "price"),
-        Verdict(
-            graded(best.accuracy.value >= REFERENCE[1]),
-            f"{best.accuracy.value:.1f} % at {best.proved:.4g} (a constant answer: {CHANCE:g} %) "
-            f"with {rows[0]['parameters']:,} parameters",
-            EXPERIMENT.published,
-            "accuracy at the smallest constant",
+        Precondition("accuracy", best.accuracy.value, LEAST_ACCURACY).apply(
+            Verdict(
+                graded(best.accuracy.value >= REFERENCE[1]),
+                f"{best.accuracy.value:.1f} % at {best.proved:.4g} (a constant answer: {CHANCE:g} %) "
+                f"with {rows[0]['parameters']:,} parameters",
+                EXPERIMENT.published,
+                "accuracy at the smallest constant",
+            )
         ),
         Verdict(
             combined([gain_label(gain) for gain in gains.values()]) if gains else Label.TOO_SMALL,
-            f"convex over L2 attention: {compared} ({seeds} seeds; both above {LEAST_ACCURACY:g} %)",
+            f"convex over L2 attention: {compared}; both above {LEAST_ACCURACY:g} %",
             "our own claim: convex attention is more accurate at equal constants",
             "attention",
         ),
@@ -199,10 +208,11 @@ EXPERIMENT = of_module(
     claim="A transformer can be trained at a small Lipschitz constant that is proved from its graph, at a price in accuracy.",
     published="60 % at a constant of 2 with 2M parameters, by power iterations and normalised inputs (Newhouse et al. 2025)",
     laptop=Settings(recipe(24, 64, 2, 4, steps=300, batch=32, lr=1e-2)),
-    desk=Settings(recipe(24, 64, 2, 4, steps=1000, batch=32, lr=1e-2), seeds=3),
+    desk=Settings(recipe(24, 64, 2, 4, steps=1000, batch=32, lr=1e-2), seeds=2),
     paper=Settings(recipe(128, 256, 4, 8, steps=20000, batch=64, lr=3e-3)),
     notes=(
         "the last constant is that of the network trained freely; half a minute of one core each: not converged",
+        "at desk scale the constants 10 and 100 have two seeds, the others one",
         "the published accuracy is that of a network twenty times as large, trained to the end on a GPU",
         "the constant is that of the logits in the embeddings, whose rows have norm at most the root of the width",
     ),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,8 +58,15 @@ NONE, EVERY, ALL, ONE = (
     "BatchNorm everywhere, regularised too",
     "one BatchNorm",
 )
-#: convolutions and the dense layer, as in the thesis: μ Σ max(σ, 1)
-LINEAR: Plain = {"kind": "spectral", "penalty": "hinge", "target": 1.0, "weight": 0.1}
+#: convolutions and the dense layer, as in the thesis: μ Σ max(σ, 1), six Gram iterations
+LINEAR: Plain = {
+    "kind": "spectral",
+    "bound": "gram",
+    "iterations": 6,
+    "penalty": "hinge",
+    "target": 1.0,
+    "weight": 0.1,
+}
 NORMS: Plain = {"kind": f"{__name__}:batch_norm_penalty", "weight": 0.1}
 ARMS: dict[str, Plain] = {
     NONE: {},
@@ -75,7 +82,7 @@ class Settings:
 
     recipe: dict[str, Any]
     seeds: int
-    arms: tuple[str, ...] = tuple(ARMS)
+    arms: dict[str, Plain] = field(default_factory=lambda: ARMS)
 
 
 def resnet(data: str, width: int, epochs: int, limit: int | None, batch: int, every: int) -> Plain:
@@ -104,7 +111,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 def measured(name: str, seed: int, settings: Settings, context: Context) -> Iterator[Row]:
     """The history of one training."""
-    result = train(merged(settings.recipe, ARMS[name]), context, seed)
+    result = train(merged(settings.recipe, settings.arms[name]), context, seed)
     context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.3f}")
     for row in result.history:
         if row.get("accuracy") is None:

@@ -84,16 +84,13 @@ def _inputs(run: Propagation, ball: float, points: int, seed: int) -> list[list[
 def _values(run: Propagation, inputs: list[Tensor]) -> Values:
     """The tensors of every node, in float64 as the real functions that operations stand for.
 
-    All pieces of a split; of an operation that also returns positions or statistics, the first result.
+    Of an operation that also returns positions or statistics, the first result.
     """
     values: dict[fx.Node, Any] = dict(zip(run.program.inputs, inputs, strict=True))
     with torch.no_grad():
         for node in run.program.nodes:
             values[node] = exactly(node, values, run.program.constants.__getitem__)
-    return {
-        node: flat_tensors(value) if run.facts[node].signal.pieces else flat_tensors(value)[:1]
-        for node, value in values.items()
-    }
+    return {node: flat_tensors(value)[:1] for node, value in values.items()}
 
 
 Comparison = tuple[str, float, float, float]
@@ -105,20 +102,16 @@ def _sizes(signal: Signal, tensors: list[Tensor], slack: float) -> list[Comparis
     if not tensors:
         return []
     rows = max(float(torch.atleast_1d(t).norm(dim=-1).max()) for t in tensors)
+    norm = math.hypot(*(float(t.norm()) for t in tensors))
+    peak = max(float(t.abs().max()) for t in tensors)
     facts = [
-        (
-            "the norm is",
-            signal.norm,
-            slack,
-            _distance(tensors, [torch.zeros_like(t) for t in tensors]),
-        ),
+        ("the norm is", signal.norm, slack, norm),
         ("the norm of rows is", signal.row, slack, rows),
-        ("entries are", signal.peak, slack, max(float(t.abs().max()) for t in tensors)),
+        ("entries are", signal.peak, slack, peak),
     ]
     if not signal.dtype.is_complex:
-        facts.append(
-            ("minus the lowest entry is", -signal.low, slack, -min(float(t.min()) for t in tensors))
-        )
+        low = min(float(t.min()) for t in tensors)
+        facts.append(("minus the lowest entry is", -signal.low, slack, -low))
     return facts
 
 

@@ -1,0 +1,59 @@
+"""Networks that are executed in float32, for `check.py`: sums in any order, at every float32 input within the radius.
+
+This file belongs beside `check.py` and follows its rules; `python check.py DIR` finds it there. A forward pass in float32
+computes, at an input within the radius, values whose distance e to the exact ones there obeys
+
+    e' = factor·e + γ·size',   size' = size + reach·(constant·radius + e)
+
+with `γ = gamma(terms)` for the unit `2⁻²⁴`, and `size` the size of the terms at the certified input itself. Numbers below
+2⁻¹²⁶ may be replaced by 0. Not covered: products in reduced precision, and functions like tanh that are wrong by more than
+some units in the last place.
+"""
+
+import numpy as np
+
+if __package__:
+    from equipoise.checker.check import *
+else:
+    from check import *
+
+FLOAT32 = 2.0**-24
+
+#: what an operation may lose by underflow
+UNDERFLOW = 2.0**-90
+
+
+class Deployed(Network):
+    """A network whose norms are proved, executed in float32."""
+
+    def __init__(self, network):
+        self.__dict__.update(network.__dict__)
+        for tensor in self.tensors.values():
+            require(tensor.dtype != np.float64, "a network in float32 has weights in float32")
+
+    def size(self, layer, x):
+        """The norm of `|W||x|`, entry by entry: sharper, at the price of a second convolution."""
+        return norm(layer.apply(np.abs(x), np.abs(layer.weight)))
+
+    def bound(self, step, inputs, radii):
+        """The bounds of the real network, and the distance of the deployed one."""
+        constant = sum(value.constant for value in inputs)
+        error = sum(value.error for value in inputs)
+        deployed = sum(value.deployed for value in inputs)
+
+        # how far the values of a deployed network may be from those that were computed here
+        drift = constant * radii + error + deployed
+        size = step.size + step.reach * drift
+        require((size < 1e30).all(), "float32 may overflow")
+        deployed = step.factor * deployed + gamma(step.terms, FLOAT32) * size
+        value = super().bound(step, inputs, radii)
+        return value._replace(deployed=deployed * SLACK + UNDERFLOW)
+
+
+def check_deployed(network, inputs, claim):
+    """Prove the claimed radii of the network as it is executed in float32."""
+    sentences = check_radii(Deployed(network), inputs, claim)
+    return [f"{sentence}, executed in float32" for sentence in sentences]
+
+
+CLAIMS["deployed"] = check_deployed

@@ -1,0 +1,177 @@
+"""Upper bounds of a matrix whose few large directions are followed, and whose rest is bounded once.
+
+One factorisation proves, for a matrix S and a matrix T of few rows,
+
+    SᵀS ⪯ ρ²·I + TᵀT .                                                                                        (1)
+
+For `W = κS + D`, any few directions Q with the orthogonal projector P onto their span, and x = Px + r:
+
+    ‖Wx‖² ≤ a²‖Px‖² + 2c‖Px‖‖r‖ + b²‖r‖²,      hence      ‖W‖² ≤ λ_max [[a², c], [c, b²]]                      (2)
+    a = ‖WP‖,   c = ‖(I − P)WᵀWP‖,   b = κ·√(ρ² + ‖T(I − P)‖²) + ‖D‖_F .
+
+a and c are computed from the products `QWᵀ` and `QWᵀW`, at the price of a few vectors, for the weight as it is. Training raises
+few singular values far above the others, so b may grow for many steps before (2) exceeds a by more than a little, where Weyl's
+inequality alone would lose ‖D‖_F from the first step on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
+from equipoise.norms.cholesky import is_below, random_start
+
+#: most directions that are followed: more of them let the rest grow for longer, and cost more in every step
+DIRECTIONS = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """`D ≈ W − κS` as computed: `size ≥ ‖D‖_F`, and at least the Frobenius norm of what it is off by."""
+
+    D: Tensor
+    size: float
+    rounding: float
+
+
+def first_directions(A: Tensor) -> Tensor:
+    """Orthonormal rows `(k, n)` to start from, the same every time.
+
+    >>> first_directions(torch.zeros(30, 20)).shape
+    torch.Size([4, 20])
+    """
+    n = A.shape[1]
+    k = min(n, max(4, min(DIRECTIONS, n // 64)))
+    return orthonormal(random_start(n * k, A).reshape(-1, n))
+
+
+def orthonormal(Q: Tensor) -> Tensor:
+    """Orthonormal rows of the same span, row by row in memory: products with few rows are far faster than with columns."""
+    return torch.linalg.qr(Q.mT)[0].mT.contiguous()
+
+
+def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, float] | None:
+    """Inequality (1): `(Q, T, ρ)` with improved directions Q; None where no few directions are larger than the others.
+
+    Args:
+        G: Gram matrix of S in float32 on the CPU.
+        error: norm of what G may be off by.
+        Q: directions to start from, as rows `(k, n)`.
+    """
+    Q = Q.to(G)
+    for _ in range(4):
+        Q = orthonormal(Q @ G)
+    values, X = torch.linalg.eigh(((Q @ G) @ Q.mT).double())
+    top = float(values[-1])
+    Q = X.mT.to(Q) @ Q
+    # the last direction tells the size of the rest, from below; less than a quarter of the norm would gain nothing
+    for margin in (1.05, 1.3):
+        rho = max(margin * float(values[0]), top / 16)
+        if not 0 < rho < 0.95 * top:
+            return None
+        T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
+        if rest_is_below(G, error, T, rho):
+            return Q, T.double(), math.sqrt(inflate(rho))
+    return None
+
+
+def rest_is_below(G: Tensor, error: float, T: Tensor, square: float) -> bool:
+    """Whether `A*A ⪯ square·I + TᵀT` is proved, for `‖G − A*A‖₂ ≤ error`.
+
+    Args:
+        G: the Gram matrix.
+        error: norm of what G may be off by.
+        T: few rows, in the precision of G.
+        square: ρ².
+    """
+    H = torch.addmm(G, T.mT, T, alpha=-1)
+    size = float(torch.linalg.matrix_norm(T.double())) ** 2
+    # every entry is a sum of products that is subtracted from one of G
+    rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
+        float(torch.linalg.matrix_norm(G.double())) + size
+    )
+    return is_below(H, square, inflate(error + inflate(2 * rounding)))
+
+
+def deflated_bracket(
+    A: Tensor,
+    size: float,
+    Q: Tensor,
+    T: Tensor,
+    rest: float,
+    change: Change | None = None,
+    enough: float = 0.0,
+    rtol: float = 0.0,
+) -> tuple[float, float, Tensor]:
+    """`(lower, upper, Q')` of ‖A‖ by (2), with `Q'` the directions after a step of subspace iteration.
+
+    Args:
+        A: the matrix W `(m, n)`.
+        size: at least `‖A‖_F`.
+        Q: nearly orthonormal rows `(k, n)`, in the precision of A.
+        T: `κT` in float64, as rows.
+        rest: κρ.
+        change: `W − κS`; None: W is S.
+        enough: an upper end that suffices.
+        rtol: a relative gap that suffices.
+    """
+    k = len(Q)
+    images = Q @ A.mT
+    back = (images @ A).double()
+    Y, Q64 = images.double(), Q.double()
+    pair = torch.stack([Y @ Y.mT, Q64 @ Q64.mT])
+    X = torch.linalg.eigh(pair[0])[1]
+    H, N = X.mT @ pair @ X
+    N.diagonal().sub_(1)
+    outside = torch.cat([back, T])
+    outside = torch.addmm(outside, outside @ Q64.mT, Q64, alpha=-1)
+    length = torch.linalg.vector_norm
+    row, value, excess, defect, y, c, away = torch.stack(
+        [
+            H.abs().sum(1).amax(),
+            H[-1, -1],
+            N[-1, -1].abs(),
+            length(N),
+            length(Y),
+            length(outside[:k]),
+            length(outside[k:]),
+        ]
+    ).tolist()
+
+    # sums in float64 are covered by `slack`, the two products with A by γ‖A‖_F times the length of what is multiplied
+    slack = gamma(32 * sum(A.shape) * k, torch.float64)
+    g = gamma(max(A.shape) + 8, A.dtype)
+    lost = math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
+    first = 2 * g * size * math.sqrt(k) + lost
+    second = 2 * g * size * y + size * first + lost + slack * size * size
+    least = 1 - 2 * (defect + slack)
+    if not (least > 0.5 and math.isfinite(c)):
+        return 0.0, math.inf, Q
+    a = inflate((math.sqrt(row * (1 + slack)) + first) / math.sqrt(least))
+    cross = inflate((c * (1 + slack) + second) / math.sqrt(least))
+    lower = (math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + 2 * (excess + slack))
+    lower = max(0.0, deflate(lower))
+    b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
+    Q_next = orthonormal(back).to(Q)
+    if change is None:
+        return lower, _largest(a, b, cross), Q_next
+    d = change.size
+    upper = _largest(a, inflate(b + d + change.rounding), cross)
+    if upper > max(
+        enough, (1 + rtol) * lower
+    ):  # what D does to the directions themselves does not count
+        inside = float(length((Q @ change.D.mT).double())) * (1 - slack)
+        inside = max(0.0, inside - 2 * g * d * math.sqrt(k) - lost) / math.sqrt(2 - least)
+        d = math.sqrt(max(0.0, d * d * (1 + slack) - inside * inside))
+        upper = _largest(a, inflate(b + d + change.rounding), cross)
+    return lower, upper, Q_next
+
+
+def _largest(a: float, b: float, cross: float) -> float:
+    """`√λ_max [[a², cross], [cross, b²]]`, rounded up."""
+    middle, half = (a * a + b * b) / 2, (a * a - b * b) / 2
+    return inflate(math.sqrt(inflate(middle + math.hypot(half, cross))))
