@@ -179,17 +179,6 @@ def test_density_has_the_moments_and_the_ends(case):
     assert d.mass_below(middle) == pytest.approx((values <= middle).mean(), abs=0.05)
 
 
-def test_quadrature_is_exact_for_its_own_vectors(case):
-    H = case[3]
-    d = curvature.spectral_density(Matrix(H), steps=6, vectors=1, seed=4)
-    v = np.random.default_rng(4).choice((-1.0, 1.0), size=len(H))
-    v /= np.linalg.norm(v)
-    w = v.copy()
-    for k in range(1, 12):
-        w = H @ w
-        assert d.weights @ d.nodes**k == pytest.approx(v @ w, rel=1e-6, abs=1e-9 * np.abs(H).max() ** k)
-
-
 def test_public_functions_are_these_methods_on_the_loss_hessian():
     model, loss, data, H = prepared("mlp-ce")
     values = np.linalg.eigvalsh(H)
@@ -270,36 +259,6 @@ def test_float64_arithmetic_for_a_float32_model():
     assert np.abs(fine - exact).max() < 1e-13 < np.abs(rough - exact).max()
     assert np.allclose(rough, H @ v, atol=1e-4)
     assert next(small.parameters()).dtype is torch.float32
-
-
-def test_an_operation_without_forward_derivative():
-    model, loss, data = build("mlp-ce")
-    H = dense(model, loss, data)
-
-    class Backward(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.tanh()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(output)
-
-        @staticmethod
-        def backward(ctx, g):
-            (t,) = ctx.saved_tensors
-            return g * (1 - t * t)
-
-    class Tanh(nn.Module):
-        def forward(self, x):
-            return Backward.apply(x)
-
-    model[1] = Tanh()
-    operator = LossHessian(model, loss, data)
-    v = np.random.default_rng(0).standard_normal(len(H))
-    assert np.allclose(operator.matvec(v), H @ v, atol=1e-10)
 
 
 def test_own_losses_and_refusals():

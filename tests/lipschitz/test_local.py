@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from lipschitz_nets import networks
 from torch import nn
 
-from equipoise.core import InputError
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.attack import stretch
 from equipoise.lipschitz.capture import capture
@@ -75,28 +74,6 @@ def test_every_node_stays_in_its_box(name):
             assert bool((moved <= box.half + 1e-9 * (1 + box.mid.abs())).all()), node
             assert float(moved.norm()) <= box.dev * (1 + 1e-9) + 1e-9
     assert known > 3
-
-
-def test_in_place_operations_do_not_spoil_the_boxes():
-    torch.manual_seed(0)
-    layers = [nn.Linear(5, 30), nn.ReLU(inplace=True), nn.Linear(30, 3)]
-    other = nn.Sequential(layers[0], nn.ReLU(), layers[2])
-    x = torch.randn(3, 5)
-    assert torch.equal(local_lipschitz(nn.Sequential(*layers), x, 0.1).upper, local_lipschitz(other, x, 0.1).upper)
-
-
-def test_dead_neurons_are_dropped():
-    net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 3))
-    net[0].bias.data[:45] = -100.0
-    x = torch.randn(3, 4)
-    bracket = local_lipschitz(net, x, 0.5)
-    assert bool((bracket.upper < 0.6 * lipschitz_bound(net, x).upper).all())
-
-
-def test_layer_norm_is_milder_away_from_constants():
-    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2)).eval()
-    x = torch.linspace(-4, 4, 8)[None]
-    assert float(local_lipschitz(net, x, 0.1).upper) < 0.01 * lipschitz_bound(net, x).upper
 
 
 def _weighted(*weights):
@@ -269,8 +246,3 @@ def test_multipliers_gain_on_deep_networks(blocks, radius):
     fast, full = (local_lipschitz(net, x, radius, steps=0, effort=e).upper for e in ("fast", "auto"))
     assert bool((full < 0.8 * fast).all())
     assert bool((fast < lipschitz_bound(net, x).upper).all())
-
-
-def test_effort_is_checked():
-    with pytest.raises(InputError, match="effort"):
-        local_lipschitz(nn.Linear(3, 2), torch.zeros(1, 3), 0.1, effort="slow")

@@ -484,7 +484,8 @@ def run(check):
     try:
         proved = check(sys.argv[1])
     except Exception as error:  # a malformed bundle is rejected, whatever it breaks
-        sys.exit(f"REJECTED: {type(error).__name__}: {str(error)[:300]}")
+        kind = "" if isinstance(error, Rejected) else f"malformed bundle, {type(error).__name__}: "
+        sys.exit(f"REJECTED: {kind}{str(error)[:300]}")
     print("\n  ".join(["ACCEPTED", *proved]))
 
 

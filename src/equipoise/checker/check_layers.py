@@ -137,8 +137,9 @@ def sort(network, node, x):
 
 def householder(network, node, x):
     """Pairs z of channels, first half and second half, become `z − 2·min(v·z, 0)·v/(v·v)`: they stay or are reflected."""
+    v = network.tensor(node, "value")[..., None]
+    require(v.shape == (2, len(x) / 2, 1), "expected a vector for each pair of channels")
     z = x.reshape(2, len(x) // 2, -1)
-    v = network.tensor(node, "value").reshape(2, -1, 1)
     square = (v * v).sum(axis=0)
     require(((square > 0.5) & (square < 2)).all(), "expected unit vectors")
     y = z - 2 * np.minimum((v * z).sum(axis=0), 0) * v / square

@@ -69,7 +69,7 @@ def certify(
 
 def prove(
     model: options.Model,
-    data: options.Data,
+    data: Annotated[str | None, typer.Option(help="the data, as for certify")] = None,
     run: options.RunFolder = None,
     weights: options.Weights = None,
     norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
@@ -83,6 +83,15 @@ def prove(
     mean: options.Mean = None,
     std: options.Std = None,
     epsilon: options.Epsilon = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="branch until one --epsilon is proved or broken")
+    ] = False,
+    vnnlib: Annotated[
+        Path | None, typer.Option(help="a property in VNN-LIB to prove instead; no --data")
+    ] = None,
+    ball: Annotated[
+        float | None, typer.Option(help="with --vnnlib: l2 balls around the middle of its boxes")
+    ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
@@ -93,21 +102,57 @@ def prove(
     rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
     also radii of the forward pass in float32), retry_failed, and those of model and data as for
     `certify`. A single --epsilon is the only radius asked about: methods are tried from cheap to
-    tight until one proves it. Exit code 1: some inputs failed.
+    tight until one proves it. With --complete the answers are proved, broken (the input is stored)
+    or undecided. Exit code 1: some inputs failed.
+
+    --vnnlib asks whether a property holds: the answer is holds, violated (with the input) or
+    unknown; exit code 1 unless it holds.
 
     Examples:
 
       equipoise prove model.pt2 --data digits --run runs/p
       equipoise prove model.pt2 --data digits --epsilon 0.5 --seconds 10
+      equipoise prove model.pt2 --data digits --epsilon 0.5 --complete --seconds 60
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
+      equipoise prove model.onnx --vnnlib property.vnnlib --seconds 60
     """
+    if vnnlib is not None:
+        return _verify(model, vnnlib, ball, seconds, json)
+    if data is None:
+        options.refuse("give --data, or a property with --vnnlib")
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    given = locals()
+    given = {name: value for name, value in locals().items() if name not in ("vnnlib", "ball")}
     levels = options.epsilons(epsilon)
     asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
     values = [f"epsilon={asked}"] if asked > 0 else []
     _perform("proved", **(given | {"seconds": seconds or None, "set_": [*values, *(set_ or [])]}))
+
+
+def _verify(
+    model: str, vnnlib: Path, ball: float | None, seconds: float | None, json: bool
+) -> None:
+    """Whether a property in VNN-LIB holds for a network."""
+    import math
+
+    import torch
+
+    from equipoise.checkpoints import load_model
+    from equipoise.lipschitz.vnnlib import read_vnnlib, verify_property
+
+    loaded = load_model(model)
+    boxes = read_vnnlib(vnnlib)
+    shape = loaded.input_shape or tuple(boxes[0].low.shape)
+    (example,) = loaded.examples or (torch.zeros(1, *shape),)
+    answer = verify_property(loaded.model, example, boxes, ball=ball, seconds=seconds or math.inf)
+    tensors = {"input": answer.input, "output": answer.output}
+    values = {name: None if t is None else t.tolist() for name, t in tensors.items()}
+    if json:
+        emit_json({"verdict": answer.verdict, "seconds": answer.seconds, **values})
+    else:
+        tell(answer.verdict, *(f"{name}: {v}" for name, v in values.items() if v is not None))
+    if answer.verdict != "holds":
+        raise typer.Exit(1)
 
 
 def _perform(

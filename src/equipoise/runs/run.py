@@ -168,6 +168,7 @@ class Summary:
         return figures | {
             "done": len(rows),
             "methods": Counter(row.method for row in rows if row.method),
+            "verdicts": Counter(filter(None, map(self.run.verdict, rows))),
             "draws": sum(row.n0 + row.draws for row in rows),
             "seconds": sum(row.seconds for row in rows),
             "failures": {str(name): reason for name, reason in self.run.failures.items()},
@@ -189,6 +190,9 @@ class Summary:
             lines.append(f"right answers: {percent(self.clean)} %, with or without a certificate")
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
+        if figures["verdicts"]:
+            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
+            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -453,6 +457,10 @@ class Run:
         largest = float(np.quantile(results.radius, 0.98))
         return sorted({k * largest / 5 for k in range(6)})
 
+    def verdict(self, row: Row) -> str:
+        """Whether a row is `proved`, `broken` or `undecided` at the one radius of a proved run; empty where it has none."""
+        return row.verdict(self.settings.epsilon)
+
     def certified(self, results: Results) -> dict[InputId, float]:
         """The radius of every input whose certified answer is right, 0 for the others.
 
@@ -520,6 +528,8 @@ class Run:
             record = row.model_dump(include={"id", "position", "label"})
             record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
             record |= {name: getattr(row, name) for name in own}
+            if self.settings.epsilon is not None:
+                record["verdict"] = self.verdict(row)
             if self.settings.deployed:
                 record["deployed"] = format_down(row.deployed or 0.0, 6)
             records.append(record | {"failure": row.failure or ""})

@@ -81,6 +81,7 @@ class Settings(Document):
         norm: proved: of the ball.
         effort: proved: as in `eq.certified_radius`.
         epsilon: proved: the only radius asked about; methods stop at the first that proves it.
+        complete: proved: with epsilon, branch until it is proved or an input breaks it.
         seconds: proved: budget of processor time per input; the best radius so far counts when it ends.
         deployed: proved: "float32" adds radii of the forward pass in float32.
     """
@@ -110,6 +111,7 @@ class Settings(Document):
     norm: Norm = "l2"
     effort: Literal["auto", "fast", "relaxation", "integral"] = "auto"
     epsilon: Positive | None = None
+    complete: bool = False
     seconds: Positive | None = None
     deployed: Literal["float32"] | None = None
 
@@ -145,6 +147,8 @@ class Settings(Document):
     def check(self) -> None:
         """Refuse combinations of settings that mean nothing, or that no certificate covers."""
         if self.kind == "proved":
+            if self.complete and self.epsilon is None:
+                raise InputError("--complete decides about one radius: give one --epsilon")
             return
         procedure = self.row
         fixed = parse_map(self.map)
@@ -216,7 +220,7 @@ class Settings(Document):
 
 
 _COMMAND: dict[Kind, str] = {"sampled": "certify", "proved": "prove"}
-_PROVED = {"norm", "effort", "epsilon", "seconds", "deployed"}
+_PROVED = {"norm", "effort", "epsilon", "complete", "seconds", "deployed"}
 _FIELDS: dict[Kind, set[str]] = {
     "sampled": set(Settings.model_fields) - _PROVED - {"kind", "inputs"},
     "proved": _PROVED | {"num_classes", "device", "dimension"},
@@ -498,6 +502,7 @@ class Row(Document):
         rival: proved: the class that limits the radius.
         method: proved: what proved the radius.
         deployed: proved: the radius of the forward pass in float32, if wanted.
+        broken: proved: an input within epsilon, flat, at which another class is proved to be at least as large as the label.
     """
 
     id: InputId
@@ -515,6 +520,15 @@ class Row(Document):
     rival: int = -1
     method: str = ""
     deployed: NonNegative | None = None
+    broken: tuple[float, ...] | None = None
+
+    def verdict(self, epsilon: float | None) -> str:
+        """`proved`, `broken` or `undecided` at the radius that a proved run asks about; empty where it asks about none."""
+        if epsilon is None or self.failure is not None:
+            return ""
+        if self.radius >= epsilon:
+            return "proved"
+        return "undecided" if self.broken is None else "broken"
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether this run can have produced this row."""

@@ -248,15 +248,21 @@ class ProvedWorker(Worker):
         label = torch.tensor([item.label]) if item.label >= 0 else None
         settings = self.spec.settings
         radii = self.certifier.radii(
-            x.to(self.dtype)[None], label, epsilon=settings.epsilon, seconds=settings.seconds
+            x.to(self.dtype)[None],
+            label,
+            epsilon=settings.epsilon,
+            complete=settings.complete,
+            seconds=settings.seconds,
         )
         radius = float(radii.radius[0])
+        broken = radii.broken.get(0)
         return {
             "answer": int(radii.predictions[0]),
             "radius": radius,
             "rival": int(radii.rivals[0]),
             "method": radii.methods[0] if radius > 0 else "",
             "deployed": None if radii.deployed is None else float(radii.deployed[0]),
+            "broken": None if broken is None else tuple(broken.flatten().tolist()),
         }
 
 

@@ -43,7 +43,9 @@ class Ball:
     """What is known of every node for inputs within `radius` of `x` in `norm`, all as flat vectors.
 
     `centre` is the value at x, within `slip` of the exact one; `low ≤ value ≤ high` on the ball; two inputs of the
-    ball move an entry by at most `lip·‖δx‖₂` and the node by at most `total·‖δx‖₂`.
+    ball move an entry by at most `lip·‖δx‖₂` and the node by at most `total·‖δx‖₂`. A box has `widths`, its half-width per
+    coordinate, in place of the radius. Parts of a ball (`branch`) have, for each row that is bounded, their own `low`, `high` and
+    `lines`, and boxes their own `x` and `widths`.
     """
 
     network: Network
@@ -58,6 +60,7 @@ class Ball:
     total: list[float] = field(default_factory=list, repr=False)
     lines: dict[int, Lines] = field(default_factory=dict, repr=False)
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
+    widths: Tensor | None = field(default=None, repr=False)
 
     def add(
         self,
@@ -105,6 +108,7 @@ def enclose_ball(
     deadline: float = math.inf,
     known: Mapping[int, float] | None = None,
     tighten: Callable[[Ball, int], None] | None = None,
+    widths: Tensor | None = None,
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
 
@@ -112,7 +116,7 @@ def enclose_ball(
     point: its centre is taken over. After `deadline` (of `time.process_time()`) intervals are left as they are. `known` are
     local Lipschitz bounds of nodes from elsewhere. `tighten(ball, k)` may shrink the interval of a pre-activation further.
     """
-    ball = Ball(network, x.detach().double().flatten(), radius, norm)
+    ball = Ball(network, x.detach().double().flatten(), radius, norm, widths=widths)
     read = {node.source for node in network.activations.values()}
     for k, node in enumerate(network.nodes):
         if node is None:
@@ -136,7 +140,8 @@ def enclose_ball(
 
 
 def _enter(ball: Ball) -> None:
-    wide = ball.radius * (1 + 4 * _U) + 4 * _U * ball.x.abs()
+    radius = ball.radius if ball.widths is None else ball.widths
+    wide = radius * (1 + 4 * _U) + 4 * _U * ball.x.abs()
     zero, one = torch.zeros_like(ball.x), torch.ones_like(ball.x)
     ball.add(ball.x, zero, ball.x - wide, ball.x + wide, one, 1.0, None)
 
@@ -223,9 +228,10 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
         inflate(float(torch.linalg.vector_norm(lip)) * _WIDER),
     )
     ball.lines[k] = lines
-    largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
     g = gamma(len(least) + 1024, torch.float64)
-    spread = g * (largest + torch.maximum(lines.below.abs(), lines.above.abs())) + 1e-300
+    constants = torch.maximum(lines.below.abs(), lines.above.abs())
+    # the lines of a part of the ball may be as steep as the curve
+    spread = g * (steep * ball.size(s) + constants) + 1e-300
     ball.add(centre, slip, least, most, lip, total, spread)
 
 
@@ -318,20 +324,32 @@ def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
     """A lower bound, on the ball, of every `rows·(value of node k)`, rounded down."""
 
     def relax(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
-        lines = ball.lines[i]
-        above, below = A.clamp_min(0), A.clamp_max(0)
-        return above * lines.lower + below * lines.upper, above @ lines.below + below @ lines.above
+        return by_lines(ball.lines[i], A)
 
     return finish(ball, *walk(ball.network, k, rows, relax, ball.spread, offset=True))
 
 
+def by_lines(lines: Lines, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows A of an activation's values as rows of its inputs and constants, by the lines below and above."""
+    above, below = A.clamp_min(0), A.clamp_max(0)
+    constant = weigh(above, lines.below) + weigh(below, lines.above)
+    return above * lines.lower + below * lines.upper, constant
+
+
+def weigh(A: Tensor, v: Tensor) -> Tensor:
+    """`A_i·v` for every row, or `A_i·v_i` where v has a row for each."""
+    return A @ v if v.dim() == 1 else (A * v).sum(1)
+
+
 def finish(ball: Ball, A: Tensor, constant: Tensor, error: Tensor) -> Tensor:
     """The least of `A·x + constant` on the ball, less the error of both, rounded down."""
-    n = A.shape[1]
-    g = gamma(n + 64, torch.float64)
-    error = error + g * (A.abs() @ ball.x.abs()) * 2
-    reach = dual_norm(A, ball.norm) * (ball.radius * (1 + 4 * _U))
-    value = A @ ball.x + constant
+    g = gamma(A.shape[1] + 64, torch.float64)
+    error = error + g * weigh(A.abs(), ball.x.abs()) * 2
+    if ball.widths is None:
+        reach = dual_norm(A, ball.norm) * (ball.radius * (1 + 4 * _U))
+    else:
+        reach = inflate(weigh(A.abs(), ball.widths) * (1 + g))
+    value = weigh(A, ball.x) + constant
     return value - reach * (1 + 4 * _U) - error * _WIDER - 8 * _U * (value.abs() + reach) - 1e-300
 
 

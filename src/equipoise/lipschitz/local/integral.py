@@ -229,15 +229,16 @@ def integrate(
     return Reach(r, tuple(spent))
 
 
-def relaxed_radius(case: Case, start: float, rtol: float = 5e-3) -> float:
+def relaxed_radius(case: Case, start: float, high: float = math.inf, rtol: float = 5e-3) -> float:
     """The largest radius found at which the relaxation alone proves every margin positive.
 
     Args:
         case: the input.
         start: the radius that is tried first.
+        high: a radius that was not proved.
         rtol: relative distance of a radius that was not proved at which to stop.
     """
-    low, high, tried = 0.0, math.inf, start
+    low, tried = 0.0, start
     for _ in range(60):
         if time.process_time() > case.deadline or high - low <= rtol * low or tried < 1e-30:
             break
@@ -254,11 +255,9 @@ def relaxed_radius(case: Case, start: float, rtol: float = 5e-3) -> float:
     return low
 
 
-def holds_at(case: Case, radius: float, *, multipliers: bool) -> str | None:
-    """The method that proves every margin positive on the ball of this radius, cheap ones first; None where none does."""
-    if case.holds(radius):
-        return "relaxation"
-    if not multipliers or case.norm != "l2" or time.process_time() > case.deadline:
+def multipliers_at(case: Case, radius: float) -> str | None:
+    """The method by multipliers that proves every margin positive on the ball of this radius; None where none does."""
+    if case.norm != "l2" or time.process_time() > case.deadline:
         return None
     order = (case.relaxed(radius) / case.margins).argsort().tolist()
     if all(integrate(case, k, radius).radius >= radius for k in order):

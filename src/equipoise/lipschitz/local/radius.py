@@ -19,16 +19,18 @@ from torch.export import ExportedProgram
 from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
+from equipoise.lipschitz.attack import as_function
 from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
+from equipoise.lipschitz.local.branch import Attack, Branching
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import (
     Case,
-    holds_at,
     integral_radius,
     less,
+    multipliers_at,
     relaxed_radius,
     together_radius,
 )
@@ -64,7 +66,8 @@ class Radii:
     covered. `deployed` holds the radii for a forward pass in float32, where they were asked for. `predictions` are the
     classes with the largest value; an input can be classified as labelled with nothing proved (`right`, radius 0). `margins`
     are those at the inputs against `rivals`: proved (rounded down) where the radius is positive, else as evaluated.
-    `note` says what was left out, and why.
+    `note` says what was left out, and why. Where one radius `epsilon` was asked about, `verdicts` has the answers, and
+    `broken` an input of that ball, by sample, at which another class is proved to be at least as large as the label.
     """
 
     radius: Tensor
@@ -78,6 +81,8 @@ class Radii:
     note: str = ""
     deployed: Tensor | None = None
     precision: str = "float64"
+    epsilon: float | None = None
+    broken: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.radius)
@@ -86,6 +91,16 @@ class Radii:
     def right(self) -> Tensor:
         """Whether the label has the largest value, whatever was proved."""
         return self.predictions == self.labels
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """`proved`, `broken` or `undecided` at `epsilon`, for every sample."""
+        epsilon = math.inf if self.epsilon is None else self.epsilon
+        unproved = ("broken" if n in self.broken else "undecided" for n in range(len(self)))
+        return tuple(
+            "proved" if radius >= epsilon else other
+            for radius, other in zip(self.radius.tolist(), unproved, strict=True)
+        )
 
     def accuracy(self, epsilon: float) -> float:
         """Share of the inputs that keep their label within `epsilon` (`R ≥ ε` and `R > 0`)."""
@@ -100,6 +115,7 @@ def certified_radius(
     norm: Norm = "l2",
     effort: Effort = "auto",
     epsilon: float | None = None,
+    complete: bool = False,
     seconds: float | None = None,
     rtol: float = 1e-3,
     deployed: Deployed | None = None,
@@ -116,7 +132,8 @@ def certified_radius(
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1), with optimised slopes and, in ℓ2, on
       the ball that every layer stays in;
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
-    * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2).
+    * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2);
+    * `branching`: the relaxation on parts of the ball, with `complete`.
 
     Guarantee: for the real function of the stored weights. Its margins are evaluated in float64, and the rounding of that
     evaluation and of every bound is covered. `deployed="float32"` adds radii for the network as it runs in float32, whose
@@ -131,7 +148,10 @@ def certified_radius(
         effort: `fast` (constants of the whole space), `relaxation`, `integral`, or `auto`: all that the network's size allows.
             What is left out is said in the note.
         epsilon: the only radius asked about: methods are tried from cheap to tight until one proves it, and the radius
-            returned is at least `epsilon`, or what the cheapest methods prove. Much faster than the largest radius.
+            returned is at least `epsilon`, or roughly what the relaxation proves. Much faster than the largest radius.
+        complete: with `epsilon`, go on until the radius is proved or broken: search for an input of the ball with another
+            label, and split the ball by the signs of neurons until every part is proved (`Radii.verdicts`, `Radii.broken`).
+            For small networks of ReLU kind, with `seconds`.
         seconds: budget per sample, in seconds of processor time; when it ends, the best radius proved so far is returned.
         rtol: relative gap asked of every operator norm.
         deployed: `"float32"` also bounds the radius of the network evaluated in float32.
@@ -149,7 +169,9 @@ def certified_radius(
     """
     x = as_batch(x)
     certifier = Certifier.of(model, x[:1], norm=norm, effort=effort, rtol=rtol, deployed=deployed)
-    return certifier.radii(x, labels, epsilon=epsilon, seconds=seconds, progress=progress)
+    return certifier.radii(
+        x, labels, epsilon=epsilon, complete=complete, seconds=seconds, progress=progress
+    )
 
 
 @dataclass
@@ -288,6 +310,7 @@ class Certifier:
         labels: Tensor | None = None,
         *,
         epsilon: float | None = None,
+        complete: bool = False,
         seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Radii:
@@ -297,6 +320,7 @@ class Certifier:
             x: inputs of the shape the network was captured with.
             labels: (batch,), by default the network's own decisions.
             epsilon: the only radius asked about, see `certified_radius`.
+            complete: whether to branch until that is proved or broken.
             seconds: budget per sample, in seconds of processor time.
             progress: called with (done, total) after every sample.
         """
@@ -304,6 +328,8 @@ class Certifier:
             require_positive(seconds=seconds)
         if epsilon is not None:
             require_positive(epsilon=epsilon)
+        elif complete:
+            raise InputError("complete=True decides about one radius: give epsilon")
         expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
         if tuple(x.shape[1:]) != expected:
             raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
@@ -313,7 +339,8 @@ class Certifier:
         with torch.no_grad(), full_precision():
             for first in range(0, len(x), _CHUNK):
                 part = slice(first, first + _CHUNK)
-                for row in self._chunk(x[part], None if y is None else y[part], epsilon, seconds):
+                own = None if y is None else y[part]
+                for row in self._chunk(x[part], own, epsilon, complete, seconds):
                     rows.append(row)
                     if progress is not None:
                         progress(len(rows), len(x))
@@ -332,6 +359,10 @@ class Certifier:
             seconds=tuple(row["seconds"] for row in rows),
             note=self.note,
             deployed=None if self.deployed is None else column("deployed", torch.float64),
+            epsilon=epsilon,
+            broken={n: row["broken"] for n, row in enumerate(rows) if row["broken"] is not None}
+            if epsilon is not None
+            else {},
         )
 
     def _labels(self, labels: Any, count: int) -> Tensor | None:
@@ -358,7 +389,12 @@ class Certifier:
         return labels.detach().long().cpu()
 
     def _chunk(
-        self, x: Tensor, labels: Tensor | None, epsilon: float | None, seconds: float | None
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        epsilon: float | None,
+        complete: bool,
+        seconds: float | None,
     ) -> Any:
         """The rows of some samples, one by one."""
         began = time.process_time()
@@ -369,8 +405,10 @@ class Certifier:
         # margins[n, k] = f_y − f_k, proved from below; the label's own column never limits
         own = torch.nn.functional.one_hot(y, self.classes).bool()
         evaluated = (values.gather(1, y[:, None]) - values).masked_fill(own, math.inf)
-        margins = evaluated - inflate(error.gather(1, y[:, None]) + error)
-        margins = margins - 2.0**-50 * (margins.abs() + 2 * values.abs().amax(1, keepdim=True))
+        rounding = inflate(error.gather(1, y[:, None]) + error)
+        rounding += 2.0**-49 * (rounding + 2 * values.abs().amax(1, keepdim=True))
+        wrong = ((evaluated + rounding) < 0).any(1)
+        margins = evaluated - rounding
         margins = margins.masked_fill(own, math.inf).nan_to_num(
             nan=-math.inf, posinf=math.inf, neginf=-math.inf
         )
@@ -394,11 +432,11 @@ class Certifier:
             method = list(self.constants)[int(stacked[:, label, k].argmin())]
             row: dict[str, Any] = {
                 "radius": float(known[n]), "deployed": float(deployed[n]), "label": label, "prediction": int(predictions[n]),
-                "rival": k, "margin": float(margins[n, k]), "method": method,
+                "rival": k, "margin": float(margins[n, k]), "method": method, "broken": x[n] if wrong[n] else None,
             }  # fmt: skip
             if float(margins[n].min()) > 0:
                 deadline = math.inf if seconds is None else began + seconds
-                self._improve(x[n : n + 1], margins[n], row, epsilon, deadline)
+                self._improve(x[n : n + 1], margins[n], row, epsilon, complete, deadline)
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
                 row["margin"] = float(evaluated[n, k])
@@ -448,6 +486,7 @@ class Certifier:
         margins: Tensor,
         row: dict[str, Any],
         epsilon: float | None,
+        complete: bool,
         deadline: float,
     ) -> None:
         """Larger radii by the relaxation and by multipliers, where there are any."""
@@ -459,7 +498,10 @@ class Certifier:
         case = Case(
             self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline
         )
-        radius, limiting, method = self._local(case, row["radius"], epsilon)
+        search = self._branching(case, epsilon) if complete and epsilon is not None else None
+        radius, limiting, method = self._local(case, row["radius"], epsilon, search)
+        if search is not None and search.broken is not None:
+            row["broken"] = search.broken.to(x.dtype).reshape(x.shape[1:])
         if radius > row["radius"]:
             row.update(
                 radius=radius,
@@ -479,11 +521,49 @@ class Certifier:
                 self._local(replace(case, lost=lost, bounds={}), row["deployed"], epsilon)[0],
             )
 
-    def _local(self, case: Case, known: float, epsilon: float | None) -> tuple[float, int, str]:
+    def _branching(self, case: Case, epsilon: float) -> Branching | None:
+        """The search on one ball, for the rivals that the relaxation leaves open."""
+        open_ = case.relaxed(epsilon) <= 0
+        ball = case.ball(epsilon) if bool(open_.any()) else None
+        if ball is None:
+            return None
+        function, shape = as_function(self.run.program), case.x.shape[1:]
+        attack = Attack(
+            ball,
+            lambda points: function(points.reshape(-1, *shape)),
+            lambda points: self.logits(points.reshape(-1, *shape)),
+            case.x.dtype,
+        )
+        rows = case.rows[open_]
+        zero = torch.zeros(len(rows), dtype=torch.float64)
+        search = Branching(attack, rows, zero, case.deadline)
+        for n in range(len(rows)):
+            if search.broken is None:
+                search.broken = attack.everywhere(rows[n : n + 1], zero[n : n + 1])
+        return search
+
+    def _at(self, case: Case, epsilon: float, search: Branching | None) -> str | None:
+        """The method that proves every margin on the ball, from cheap to tight; None where none does."""
+        if case.holds(epsilon):
+            return "relaxation"
+        if search is not None and search.broken is not None:
+            return None
+        method = None if self.effort == "relaxation" else multipliers_at(case, epsilon)
+        if method is None and search is not None and search.decide():
+            method = "branching"
+        return method
+
+    def _local(
+        self, case: Case, known: float, epsilon: float | None, search: Branching | None = None
+    ) -> tuple[float, int, str]:
         """By the relaxation, and in ℓ2 by the integral or one constant of all margins."""
         if epsilon is not None:
-            method = holds_at(case, epsilon, multipliers=self.effort != "relaxation")
-            return (0.0 if method is None else epsilon), int(case.margins.argmin()), method or ""
+            method = self._at(case, epsilon, search)
+            if method is not None:
+                return epsilon, int(case.margins.argmin()), method
+            start = math.sqrt(max(known, epsilon / 64) * epsilon)
+            radius = relaxed_radius(case, start, epsilon, rtol=0.2)
+            return radius, int(case.margins.argmin()), "relaxation"
         radius = relaxed_radius(case, max(known, 1e-12) * 2)
         worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(case.margins.argmin())
         best = radius, worst, "relaxation"

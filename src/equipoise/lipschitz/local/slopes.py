@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
-from equipoise.lipschitz.local.backward import Ball, finish, lower_bounds, walk
+from equipoise.lipschitz.local.backward import Ball, by_lines, finish, lower_bounds, walk
 from equipoise.lipschitz.local.curves import Hinge
 
 _U = 2.0**-53
@@ -43,17 +43,22 @@ INNER_NUMBERS = 400_000
 
 @dataclass
 class Relaxation:
-    """Slopes of the rows at every hinge, for positive and for negative coefficients, and log λ of its ball."""
+    """Slopes of the rows at every hinge, for positive and for negative coefficients, and log λ of its ball.
+
+    `shift` is added to g at the neurons that a part of the ball was split at, in units of the row: a multiplier of the split.
+    """
 
     lower: dict[int, Tensor] = field(default_factory=dict)
     upper: dict[int, Tensor] = field(default_factory=dict)
     log_penalty: dict[int, Tensor] = field(default_factory=dict)
+    shift: dict[int, Tensor] = field(default_factory=dict)
 
     def free(self) -> list[Tensor]:
         """What is optimised. Without the ball of a layer, chords are the best lines above: only those below are free."""
-        if not self.log_penalty:
-            return list(self.lower.values())
-        return [*self.lower.values(), *self.upper.values(), *self.log_penalty.values()]
+        free = [*self.lower.values(), *self.shift.values()]
+        if self.log_penalty:
+            free += [*self.upper.values(), *self.log_penalty.values()]
+        return free
 
     def project(self, ball: Ball) -> None:
         """Without the ball of a layer, a line below a hinge touches it: its slope lies between the two of the hinge."""
@@ -68,7 +73,7 @@ class Relaxation:
         """The same numbers, detached."""
         parts = [
             {i: t.detach().clone() for i, t in part.items()}
-            for part in (self.lower, self.upper, self.log_penalty)
+            for part in (self.lower, self.upper, self.log_penalty, self.shift)
         ]
         return Relaxation(*parts)
 
@@ -96,8 +101,22 @@ def layer_radius(ball: Ball, k: int) -> float:
     return inflate(inflate(ball.total[k] * ball.radius) + slip)
 
 
-def relaxed_bounds(ball: Ball, k: int, rows: Tensor, relaxation: Relaxation) -> Tensor:
-    """A lower bound, on the ball, of every `rows·(value of node k)`, with these slopes and λ; rounded down, differentiable."""
+def relaxed_bounds(
+    ball: Ball,
+    k: int,
+    rows: Tensor,
+    relaxation: Relaxation,
+    passed: dict[int, Tensor] | None = None,
+) -> Tensor:
+    """A lower bound, on the ball, of every `rows·(value of node k)`, with these slopes and λ; rounded down, differentiable.
+
+    Args:
+        ball: with every node before k enclosed.
+        k: node whose rows are bounded.
+        rows: (rows, size of node k).
+        relaxation: the free numbers.
+        passed: is given the rows as they arrive at every activation and, at 0, at the input.
+    """
     spread = list(ball.spread)
     for i in relaxation.lower:
         spread[i] = torch.zeros_like(
@@ -105,17 +124,22 @@ def relaxed_bounds(ball: Ball, k: int, rows: Tensor, relaxation: Relaxation) -> 
         )  # the offset is that of the stored slopes: they are not rounded
 
     def through(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
-        above, below = A.clamp_min(0), A.clamp_max(0)
+        if passed is not None:
+            passed[i] = A
         if i not in relaxation.lower:
-            lines = ball.lines[i]
-            return (
-                above * lines.lower + below * lines.upper,
-                above @ lines.below + below @ lines.above,
-            )
-        g = above * relaxation.lower[i] + below * relaxation.upper[i]
+            return by_lines(ball.lines[i], A)
+        g = A.clamp_min(0) * relaxation.lower[i] + A.clamp_max(0) * relaxation.upper[i]
+        if i in relaxation.shift:
+            s = ball.network.activations[i].source
+            split = (ball.low[s] == 0) | (ball.high[s] == 0)
+            unit = A.detach().square().mean(1, keepdim=True).sqrt()
+            g = g + relaxation.shift[i] * split * unit
         return g, _offset(ball, i, A, g, relaxation.log_penalty.get(i))
 
-    bounds = finish(ball, *walk(ball.network, k, rows, through, spread, offset=True))
+    A, constant, error = walk(ball.network, k, rows, through, spread, offset=True)
+    if passed is not None:
+        passed[0] = A
+    bounds = finish(ball, A, constant, error)
     return torch.where(
         torch.isfinite(bounds), bounds, -math.inf
     )  # an optimizer may leave the floats
@@ -156,6 +180,7 @@ def optimise(
     start: Relaxation | None = None,
     *,
     steps: int = STEPS,
+    rate: float | None = None,
     enough: Tensor | float = math.inf,
     deadline: float = math.inf,
 ) -> tuple[Tensor, Relaxation]:
@@ -167,6 +192,7 @@ def optimise(
         rows: (rows, size of node k).
         start: slopes to begin with.
         steps: of Adam.
+        rate: its first step.
         enough: stop when every bound is above this.
         deadline: of `time.process_time()`.
     """
@@ -178,7 +204,8 @@ def optimise(
     with torch.enable_grad():
         for p in parameters:
             p.requires_grad_()
-        optimizer = torch.optim.Adam(parameters, lr=RATE if relaxation.log_penalty else LINES_RATE)
+        rate = rate or (RATE if relaxation.log_penalty else LINES_RATE)
+        optimizer = torch.optim.Adam(parameters, lr=rate)
         for _ in range(steps):
             if bool((best > enough).all()) or time.process_time() > deadline:
                 break

@@ -128,6 +128,8 @@ EXPERIMENT = of_module(
     claim="As noise flattens the votes, the radius from two classes keeps certifying where the one from one class fails.",
     notes=(
         "the printed radii exceed what n = 10⁴ draws can certify at α = 10⁻³ (errata): σ·Φ⁻¹(α^(1/n)) at most",
+        "in the stored result the line of CPM is the better of CPM, Bonferroni and Cohen, input by input; the verdict does not "
+        "use it",
     ),
     published="R_mult vs R_mono: σ=0.25: 5.89 vs 5.89; σ=0.5: 1.28 vs 0.59; σ=0.6: 0.56 vs 0 (more than n = 10⁴ can certify)",
     laptop=Settings(smoothed.FASHION, (0.25, 0.5, 1.0, 2.0, 4.0), smoothed.Sampling(1000)),
