@@ -30,7 +30,6 @@ from equipoise.data.dataset import (
     Names,
     Source,
     arrange,
-    as_array,
     as_dataset,
     check_labels,
     find_columns,
@@ -212,7 +211,7 @@ def _read_archive(
             raise InputError(
                 f"{name}: {key} declares {size:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
             )
-        return as_array(archive[key], f"{name}: {key}")  # bytes where it is no array
+        return np.atleast_1d(archive[key])  # bytes where the entry is no array
 
     with _readable(f"{name} as .npz"), np.load(open_regular(path), allow_pickle=False) as archive:
         pairs = _pairs(archive.files)
