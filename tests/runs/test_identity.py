@@ -167,7 +167,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(("settings", "words"), WRONG)
 def test_settings_that_make_no_sense(tmp_path, net, xy, settings, words):
     with pytest.raises((InputError, Refused), match=words):
         certify(net, xy, run_dir=tmp_path / "a", **{"sigma": 0.3, **settings})
