@@ -26,6 +26,8 @@ EXAMPLES = [
     pytest.param("sklearn_classifier", ("sklearn",), "certified at 0.25:", id="sklearn_classifier"),
     pytest.param("torchmetrics_accuracy", ("torchmetrics",), "certified at 0.1: 94", id="torchmetrics_accuracy"),
     pytest.param("lightning_training", ("lightning",), "proved constant: 1.0000", id="lightning_training"),
+    pytest.param("art_attack", ("art",), "certificates broken: 0", id="art_attack"),
+    pytest.param("tracked_run", ("mlflow",), "logged: {'average_radius'", id="tracked_run"),
     pytest.param("foolbox_attack", ("foolbox",), "certificates broken: 0", id="foolbox_attack"),
     pytest.param(
         "activation_decay_trainer",
@@ -76,7 +78,7 @@ def start(name, folder, **environment):
 @pytest.mark.parametrize(("name", "needs", "says"), EXAMPLES[1:])
 def test_example_runs(name, needs, says, tmp_path, monkeypatch, capsys):
     for package in needs:
-        pytest.importorskip(package)
+        pytest.importorskip(package, reason=f"{package} is not installed")
     file = written(name, tmp_path)
     monkeypatch.chdir(tmp_path)
     for key, value in OFFLINE.items():

@@ -64,21 +64,12 @@ def _length(delta: Tensor, norm: Norm) -> Tensor:
 
 
 def _nearest(delta: Tensor, radius: Tensor, norm: Norm) -> Tensor:
-    """The perturbations of at most this size that are closest to `delta`, up to rounding."""
-    if norm == "l2":
-        return delta * _wide(
-            (radius / _length(delta, norm).clamp(min=1e-300)).clamp(max=1.0), delta
-        )
+    """Perturbations of at most this size, up to rounding: entries are clipped in ℓ∞, the whole is scaled elsewhere."""
     if norm == "linf":
         limit = _wide(radius, delta)
         return delta.clamp(-limit, limit)
-    # ℓ1: entries shrink by the same amount, and to 0 where they are smaller (Duchi et al. 2008)
-    sizes = delta.flatten(1).abs().sort(dim=1, descending=True).values
-    count = torch.arange(1, sizes.shape[1] + 1, dtype=sizes.dtype, device=sizes.device)
-    excess = (sizes.cumsum(1) - radius[:, None]) / count
-    last = (sizes > excess).sum(1).clamp(min=1) - 1
-    amount = excess.gather(1, last[:, None]).clamp(min=0.0)
-    return delta.sign() * (delta.abs() - _wide(amount, delta)).clamp(min=0.0)
+    scale = radius / _length(delta, norm).clamp(min=1e-300)
+    return delta * _wide(scale.clamp(max=1.0), delta)
 
 
 def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tensor:

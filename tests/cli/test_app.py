@@ -12,24 +12,12 @@ from equipoise.cli.app import COMMANDS, Command, build
 pytestmark = pytest.mark.medium
 
 
-def test_version(equipoise):
-    ran = equipoise("--version")
-    assert (ran.code, ran.out.strip()) == (0, f"equipoise {eq.__version__}")
-
-
 def test_help_lists_every_command_with_examples(equipoise):
+    assert equipoise("--version").out.strip() == f"equipoise {eq.__version__}"
     ran = equipoise("--help")
     assert ran.code == 0
     assert "Examples:" in ran.out
     assert all(f"  {command.name} " in ran.out for command in COMMANDS)
-
-
-@pytest.mark.parametrize("command", [["norm"], ["selfcheck"], ["demo"], ["bench", "norms"], ["bench", "smoothing"]])
-def test_every_command_has_help_with_examples_and_json(equipoise, command):
-    ran = equipoise(*command, "--help")
-    assert ran.code == 0
-    assert "Example" in ran.out
-    assert "--json" in ran.out
 
 
 SUGGESTED = {"nrom": "'norm'", "bench norm": "'norms'", "norm --inputsize 3": "--input-size"}
@@ -51,6 +39,7 @@ def test_help_and_completion_do_not_wait_for_torch():
         "for command in COMMANDS:\n"
         "    ran = CliRunner().invoke(build(wanted=command.name), [command.name, '--help'])\n"
         "    assert ran.exit_code == 0 and ran.stdout.count('\\n') <= 50, ran.stdout\n"
+        "    assert 'Example' in ran.stdout and '--json' in ran.stdout\n"
         "    assert sum(line.startswith('  --') for line in ran.stdout.splitlines()) <= 20\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
@@ -107,17 +96,6 @@ def test_a_terminal_without_utf8_gets_its_results(more):
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert len(json.loads(ran.stdout)) > 5 if more else "?" in ran.stdout
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
-def test_a_full_disk_gets_one_sentence():
-    with open("/dev/full", "w") as full:
-        ran = subprocess.run(
-            [sys.executable, "-c", LIST.format("")], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("equipoise: cannot write the output: No space left on device")
-    assert ran.stderr.count("\n") == 1
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:

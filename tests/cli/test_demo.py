@@ -79,14 +79,6 @@ def test_the_stored_runs_give_the_same_comparison_and_the_commands_agree(demo, t
             assert run.summary([0.0, 0.1]).accuracy == {e: float(s.results.accuracy(e)) for e in (0.0, 0.1)}
 
 
-def test_another_size_in_the_same_folder_is_refused(demo, monkeypatch):
-    monkeypatch.setattr(showcase, "QUICK", showcase.Settings(inputs=8, epochs=1))
-    ran = equipoise("demo", "--quick", "--out", demo.out)
-    assert ran.exit_code == 2
-    assert "Traceback" not in ran.stderr
-    assert (demo.out / "report.html").exists()
-
-
 def test_a_broken_certificate_fails_loudly(monkeypatch, tmp_path):
     broken = ReportData("t", tested=Checked(3, ("input 7 of run",)))
     monkeypatch.setattr(showcase, "showcase", lambda out, settings, say: broken)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,9 +37,9 @@ VALID = [
     "train --list --json",
     "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run run --json",
     "derive run --alpha 0.1 --procedure cohen --epsilon 0,0.5 --json",
-    "export run out.tsv",
+    "export run out.csv --json",
     "certify net --data data.npz --sigma 0.5 --n 20 --set n0=10 --limit 2 --run named --json",
-    "certify net --data alone.npz --sigma 0.5 --n 20 --set n0=10 --set layout=NHWC --run unlabelled",
+    "certify net --data alone.npz --sigma 0.5 --n 20 --set n0=10 --run unlabelled",
     'certify own:make --data own:rows --set columns=["a","b"] --sigma 0.5 --n 20 --set n0=10 --run mine --json',
     "certify pixels.pt2 --data photos --set size=[4,4] --mean 0.5 --std 2 --sigma 0.5 --n 20 --set n0=10 --run seen --json",
     "predict run --data data.npz --n 20 --alpha 0.1 --limit 2 --json",
@@ -138,6 +139,27 @@ def check(words: list[str]) -> None:
     assert "Traceback" not in done.output, words
     if done.exit_code == 2 and "--json" in words and done.stdout:
         assert "error" in json.loads(done.stdout), words
+
+
+def test_documents_have_the_keys_of_the_reference(place, monkeypatch):
+    """What `--json` prints, command by command, beside the table of the site."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs" / "hooks"))
+    from commands import JSON
+
+    monkeypatch.chdir(place)
+    documented = {name: ", ".join(keys).split(", ") for names, keys in JSON.items() for name in names.split(", ")}
+    lines = {line.split()[0]: line.split() for line in reversed(VALID) if line.split()[0] in documented}
+    missing = set(documented) - set(lines)
+    assert not missing
+    for name in [
+        *sorted(set(lines) - {"derive", "attack", "predict", "report", "merge"}),
+        "derive",
+        "attack",
+        "predict",
+        "report",
+    ]:
+        ran = invoke([word for word in lines[name] if word != "--json"] + ["--json"])
+        assert sorted(json.loads(ran.stdout)) == sorted(documented[name]), (name, ran.stderr)
 
 
 @pytest.mark.medium

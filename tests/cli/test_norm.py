@@ -56,15 +56,6 @@ def test_a_known_size_is_used():
     assert truth * (1 - 1e-12) <= b.upper <= 1.01 * truth
 
 
-def test_table(equipoise, weights):
-    path, tensors = weights
-    ran = equipoise("norm", path, "--rtol", "1e-2")
-    assert ran.code == 0
-    assert all(name in ran.out for name in tensors)
-    assert "skipped: 1 dimensions" in ran.out
-    assert ran.err == ""
-
-
 def test_displayed_numbers_are_rounded_to_the_safe_side(equipoise, tmp_path):
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.full((1, 1), 1 / 3, dtype=torch.float64)}, path)

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from equipoise.core import InputError
 from equipoise.testing import REFERENCE_ROUNDING, SUITES, Check, Tally, run
 from equipoise.testing.norms import hostile_settings, truth
 from equipoise_lab.fuzz import trained_suite
@@ -57,27 +56,11 @@ def test_a_power_iteration_sold_as_an_upper_bound_is_caught():
     assert run((Check("wrong", wrong),), seconds=0.01).violations >= 60
 
 
-def test_the_reference_survives_extreme_scales():
-    W = torch.randn(5, 3, 4, dtype=torch.float64)
-    for scale in (1e-300, 1e300):
-        assert torch.allclose(truth(W * scale) / scale, truth(W))
-    assert float(truth(torch.zeros(1, 2, 2))) == 0
-
-
 def test_hostile_settings_really_reduce_precision():
     A = torch.randn(32, 32)
     with hostile_settings(True):
         assert (A @ A).dtype is torch.bfloat16
     assert (A @ A).dtype is torch.float32
-
-
-def test_refusals_are_counted_apart():
-    def refuse(batch):
-        raise InputError("no")
-
-    tally = run((Check("refuse", refuse),), seconds=0.01).tallies[0]
-    assert tally.refused > 0
-    assert tally.violations == 0
 
 
 @pytest.mark.medium
@@ -115,14 +98,6 @@ def test_refusals(equipoise, line, words):
     ran = equipoise("selfcheck", *line.split())
     assert ran.code == 2
     assert words in ran.err
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_operators_in_the_default_budget(equipoise):
-    ran = equipoise("selfcheck", "--json")
-    assert ran.code == 0
-    assert ran.json["comparisons"] >= 100_000
-    assert ran.json["violations"] == 0
 
 
 def test_a_layer_or_network_that_breaks_its_bound_is_caught(monkeypatch):

@@ -162,6 +162,7 @@ ARCHIVES = {
     "version": ({"x": npy((1, 2, 2), body=bytes(4), version=(9, 9)), "y": LABEL}, "cannot read a.npz as .npz"),
     "not-numbers": ({"x": npy((1, 2, 2), "<U1", bytes(16)), "y": LABEL}, "expected uint8"),
     "empty-entry": ({"x": b"", "y": LABEL}, "expected uint8"),
+    "no-array": ({"x": npy((1, 2, 2), body=bytes(4)), "y": b"../x"}, "one integer per row"),
     "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "cannot read a.npz as .npz"),
     "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no labels"),
     "labels-of-another-part": ({"x_test": npy((1, 2, 2), body=bytes(4)), "y_train": LABEL}, "has no arrays"),

@@ -54,14 +54,6 @@ def test_a_drawn_attack_never_shows_fewer_survivors_than_there_were(distances, l
         assert drawn(x, y, e, "h") >= a.accuracy(e)
 
 
-def test_thinning_keeps_both_ends_and_the_limit():
-    values = np.linspace(0, 1, 10_000)
-    kept = figures.thinned(values, 50)
-    assert len(kept) <= 50
-    assert kept[0] == 0
-    assert kept[-1] == 1
-
-
 def test_curves_of_ten_thousand_inputs_are_short(report_parts):
     figure = figures.curves([report_parts.series(10_000)], [], 3.0)
     assert len(figure["data"][0]["x"]) <= figures.POINTS + 2

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 
-from equipoise.core import InputError
-from equipoise.report import Attacks, Checked, ReportData, Series, figures, render, write_report
+from equipoise.report import Attacks, Checked, ReportData, Series, figures, render
 from equipoise.report.page import in_script
 from equipoise.runs import Results
 
@@ -116,11 +115,6 @@ def test_sections_without_data_are_left_out(empty):
     assert payload(page)["series"] == []
 
 
-def test_ten_thousand_inputs_stay_small(report_parts):
-    size = len(render(report_parts.whole(10_000, "net")).encode())
-    assert size < 10_000_000
-
-
 def test_infinite_radii_and_bounds_are_drawn_and_stored(report_parts):
     s = report_parts.series(20)
     s.results.radius[3] = np.inf
@@ -144,10 +138,3 @@ def test_without_plotly_tables_alone(monkeypatch, report_parts):
     assert 'class="chart"' not in page
     assert 'id="curves"' in page
     assert 'id="layers-0"' in page
-
-
-@pytest.mark.parametrize(("name", "words"), [("a.pdf", "ends in .html"), ("no/such/a.html", "no folder")])
-def test_bad_file_names_are_refused(tmp_path, name, words):
-    with pytest.raises(InputError, match=words):
-        write_report(ReportData("t"), tmp_path / name)
-    assert list(tmp_path.iterdir()) == []

@@ -70,7 +70,10 @@ def audit(
 
 
 def audit_report(
-    source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None, **settings: Any
+    source: str,
+    weights: str | Path | None = None,
+    shape: tuple[int, ...] | None = None,
+    **settings: Any,
 ) -> Report:
     """The report of a model.
 

@@ -103,21 +103,18 @@ def prove(
     also radii of the forward pass in float32), retry_failed, and those of model and data as for
     `certify`. A single --epsilon is the only radius asked about: methods are tried from cheap to
     tight until one proves it. With --complete the answers are proved, broken (the input is stored)
-    or undecided. Exit code 1: some inputs failed.
-
-    --vnnlib asks whether a property holds: the answer is holds, violated (with the input) or
-    unknown; exit code 1 unless it holds.
+    or undecided. Exit code 1: some inputs failed. --vnnlib asks whether a property holds: the
+    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds.
 
     Examples:
 
       equipoise prove model.pt2 --data digits --run runs/p
-      equipoise prove model.pt2 --data digits --epsilon 0.5 --seconds 10
-      equipoise prove model.pt2 --data digits --epsilon 0.5 --complete --seconds 60
+      equipoise prove model.pt2 --data digits --epsilon 0.5 --complete
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
       equipoise prove model.onnx --vnnlib property.vnnlib --seconds 60
     """
     if vnnlib is not None:
-        return _verify(model, vnnlib, ball, seconds, json)
+        return _verify(model, vnnlib, ball, seconds or None, json)
     if data is None:
         options.refuse("give --data, or a property with --vnnlib")
     if bundle is not None and norm != "l2":
@@ -238,12 +235,7 @@ def _forecast(settings: Settings, inputs: int, seconds: float) -> list[str]:
         each = (settings.n0 + settings.n) * seconds
     if each is None:
         return []
-    total = each * inputs
-    unit, size = next(
-        ((unit, size) for unit, size in (("h", 3600), ("min", 60)) if total >= 2 * size), ("s", 1)
-    )
-    most = "at most " if settings.kind == "proved" or settings.adaptive else "about "
-    return [f"{inputs} inputs take {most}{total / size:.3g} {unit} on one core"]
+    return [f"{inputs} inputs take up to {inputs * each / 60:.2g} minutes on one core"]
 
 
 def _write_votes(run: Run, folder: Path) -> None:
@@ -257,16 +249,11 @@ def _write_votes(run: Run, folder: Path) -> None:
         options.refuse(
             "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
         )
-    stored = [row for row in run.rows if row.failure is None]
     selection, estimation, draws = (
-        np.array([getattr(row, name) for row in stored])
+        np.array([getattr(row, name) for row in run.rows if row.failure is None])
         for name in ("selection", "estimation", "draws")
     )
-    setting: dict[str, Any] = {
-        "sigma": settings.sigma,
-        "alpha": settings.alpha,
-        "procedure": settings.procedure,
-    }
+    setting: Any = settings.model_dump(include={"sigma", "alpha", "procedure"})
     certificates.write_smoothing(selection, estimation, draws, folder, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,18 +64,14 @@ def curvature(
     for name, figures in report.items():
         for key, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
             if not isinstance(value, list):
-                rows.append(
-                    {
-                        "what": f"{name} {key}",
-                        "value": f"{value:.6g}" if isinstance(value, float) else str(value),
-                    }
-                )
+                text = f"{value:.6g}" if isinstance(value, float) else str(value)
+                rows.append({"what": f"{name} {key}", "value": text})
     print_table(f"curvature of {model}", rows)
 
 
 def _hessian(
     model: str,
-    weights: Path | None,
+    weights: str | None,
     data: str,
     split: str | None,
     limit: int | None,

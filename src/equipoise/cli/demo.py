@@ -69,14 +69,9 @@ def _show(data: ReportData, out: Path) -> None:
     from equipoise.lipschitz.logs import show_log
 
     bounds = [
-        {
-            "network": audit.model,
-            "best proved": "" if audit.bound.log_upper is None else show_log(audit.bound.log_upper),
-            "near some inputs": format_up(max(p.upper for p in audit.local), 4)
-            if audit.local
-            else "",
-        }
+        {"network": audit.model, "best proved": show_log(audit.bound.log_upper)}
         for audit in data.audits
+        if audit.bound.log_upper is not None
     ]
     print_table("how much the networks can stretch a distance, at most", bounds)
 
@@ -87,13 +82,8 @@ def _show(data: ReportData, out: Path) -> None:
         rows.append({"network": s.model, "procedure": s.procedure, **shares})
     for attack in data.attacks:
         shares = {f"ε = {e}": f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels}
-        rows.append(
-            {
-                "network": attack.model,
-                "procedure": f"under attack ({attack.kind}, {attack.run}), at most",
-                **shares,
-            }
-        )
+        name = f"under attack ({attack.kind}, {attack.run}), at most"
+        rows.append({"network": attack.model, "procedure": name, **shares})
     print_table("certified accuracy, at least", rows)
     if data.tested is not None and not data.tested.broken:
         tell(

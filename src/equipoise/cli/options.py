@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from equipoise.runs.sources import Portable
     from equipoise.runs.store import Recipe
 
-Weights = Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")]
+Weights = Annotated[str | None, typer.Option(help="weights for a factory, as .safetensors")]
 Device = Annotated[str, typer.Option(help="where the network runs")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
 Split = Annotated[str | None, typer.Option(help="which part of the data; default: test")]
@@ -160,8 +160,6 @@ def make_recipe(**values: Any) -> Recipe:
     from equipoise.core.files import check_document
     from equipoise.runs.store import Recipe
 
-    if "weights" in values:
-        values["weights"] = str(values["weights"])
     if "mean" in values or "std" in values:
         takes = "--mean and --std take one number per channel"
         mean = numbers(str(values.get("mean", 0)), takes)

@@ -211,7 +211,7 @@ def _read_archive(
             raise InputError(
                 f"{name}: {key} declares {size:,} bytes, the limit is {max_bytes:,} (max_bytes=)"
             )
-        return archive[key]
+        return np.atleast_1d(archive[key])  # bytes where the entry is no array
 
     with _readable(f"{name} as .npz"), np.load(open_regular(path), allow_pickle=False) as archive:
         pairs = _pairs(archive.files)

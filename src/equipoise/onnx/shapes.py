@@ -252,6 +252,7 @@ def _resize(
     mode: str = "nearest",
     coordinate_transformation_mode: str = "",
     nearest_mode: str = "",
+    cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0,
     antialias: int = 0,
     keep_aspect_ratio_policy: str = "stretch",

@@ -145,7 +145,7 @@ def load_audit(folder: str | Path) -> Audit:
 
 
 def audit_source(
-    source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None
+    source: str, weights: str | Path | None = None, shape: tuple[int, ...] | None = None
 ) -> Audit:
     """Audit what `source` names: a .pt2 file, a checkpoint directory or package.module:factory.
 

@@ -80,12 +80,9 @@ def reach(series: Sequence[Series]) -> float:
     return 1.08 * max([*tops, 0.0]) or 1.0
 
 
-def norm_of(series: Sequence[Series]) -> str:
-    """The norm of the balls of one chart's curves."""
-    return series[0].norm if series else "ℓ2"
-
-
-def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> Figure:
+def curves(
+    series: Sequence[Series], attacks: Sequence[Attacks], end: float, norm: str = "ℓ2"
+) -> Figure:
     """Certified accuracy of every procedure, and the accuracy under attack that no sound certificate can exceed.
 
     Hover texts round towards safety: certified shares and their ε down, shares under attack and their ε up.
@@ -94,6 +91,7 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
         series: curves of one network.
         attacks: on it.
         end: of the ε-axis.
+        norm: of the balls.
     """
     traces: list[Figure] = []
     for s, name, line in zip(series, labels(series), cycle(STYLES), strict=False):
@@ -120,7 +118,7 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
     answer = "right" if any(s.results.labelled for s in series) else "any"
     return _figure(
         traces,
-        {"title": {"text": f"perturbation ε ({norm_of(series)})"}, "range": [0, end]},
+        {"title": {"text": f"perturbation ε ({norm})"}, "range": [0, end]},
         {
             "title": {"text": f"share of inputs, {answer} answer"},
             "range": [0, 1.02],
@@ -129,12 +127,13 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
     )
 
 
-def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
+def histogram(series: Sequence[Series], end: float, norm: str = "ℓ2", bins: int = 28) -> Figure:
     """How many inputs have which certified radius; wrong and uncertified answers are counted at 0.
 
     Args:
         series: curves of one network.
         end: of the axis.
+        norm: of the balls.
         bins: of the histogram.
     """
     edges = np.linspace(0, end, bins + 1)
@@ -150,47 +149,27 @@ def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
         traces.append(_trace(name, x, shares, texts, line=line))
     return _figure(
         traces,
-        {"title": {"text": f"certified radius ({norm_of(series)})"}, "range": [0, end]},
+        {"title": {"text": f"certified radius ({norm})"}, "range": [0, end]},
         {"title": {"text": "share of inputs"}, "tickformat": ".0%", "rangemode": "tozero"},
     )
 
 
 def layer_shares(audit: Audit) -> Figure:
     """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances."""
-    layers = [(number, layer) for number, layer in enumerate(audit.bound.layers, 1) if layer.share]
-    largest = sorted(layers, key=lambda row: abs(row[1].share or 0.0))[-BARS:]
-    rows = [row for row in layers if row in largest]
-    shares = [layer.share for _, layer in rows]
-    texts = [
-        f"{layer.name}, {layer.kind}<br>{100 * (layer.share or 0):.1f} % of log L"
-        for _, layer in rows
-    ]
-    # the number of the table's row tells operations of one module apart
-    names = [f"{_short(layer.name)} · {number}" for number, layer in rows]
+    rows = list(enumerate(audit.bound.layers, 1))
+    largest = sorted(rows, key=lambda row: -abs(row[1].share or 0.0))[:BARS]
+    names, shares, texts = [], [], []
+    for number, layer in sorted(largest, key=lambda row: row[0]):
+        # the end of a long name says most, and the number of the table's row tells operations of one module apart
+        names.append(html.escape(f"{layer.name[-30:]} · {number}", quote=False))
+        shares.append(layer.share)
+        texts.append(html.escape(f"{layer.name}, {layer.kind}", quote=False))
     style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
     return _figure(
-        [
-            _trace(
-                audit.model,
-                shares,
-                [_plain(name) for name in names],
-                [_plain(t) for t in texts],
-                **style,
-            )
-        ],
+        [_trace(audit.model, shares, names, texts, **style)],
         {"title": {"text": "share of log L"}, "tickformat": ".0%"},
         {"type": "category", "autorange": "reversed", "dtick": 1},
     )
-
-
-def _short(name: str, most: int = 30) -> str:
-    """The end of a long name, which says more than its beginning."""
-    return name if len(name) <= most else "…" + name[1 - most :]
-
-
-def _plain(text: str) -> str:
-    """Text for plotly, which reads tags and entities."""
-    return html.escape(text, quote=False).replace("&lt;br&gt;", "<br>")
 
 
 def _trace(name: str, x: list[Any], y: list[Any], texts: list[str], **style: Any) -> Figure:

@@ -86,8 +86,9 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         "epsilon": "ε = {}".format,
     }
     source = _plotly_source() if plotly is None else plotly
-    charts = _charts(data) if source else {}
     norms = dict.fromkeys(s.norm for s in data.series)
+    ends = {norm: figures.reach([s for s in data.series if s.norm == norm]) for norm in norms}
+    charts = _charts(data, ends) if source else {}
     caveats = dict.fromkeys(s.results.about.partition(". ")[2] for s in data.series)
     assets = resources.files("equipoise.report").joinpath("assets")
     return environment.get_template("report.html.j2").render(
@@ -95,10 +96,7 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         refresh=refresh,
         charts=charts,
         models=list(enumerate(data.models[:PANELS])),
-        levels={
-            norm: levels(figures.reach([s for s in data.series if s.norm == norm]))
-            for norm in norms
-        },
+        levels={norm: levels(end) for norm, end in ends.items()},
         caveats=list(filter(None, caveats)) or [NOT_COVERED],
         payload=in_script({"charts": charts, **as_document(data)}),
         plotly=source.replace("</script", "<\\/script"),
@@ -107,18 +105,17 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
     )
 
 
-def _charts(data: ReportData) -> dict[str, figures.Figure]:
+def _charts(data: ReportData, ends: dict[str, float]) -> dict[str, figures.Figure]:
     """Every plotly figure by the id of its place on the page."""
     charts: dict[str, figures.Figure] = {}
     for i, model in enumerate(data.models[:PANELS]):
         own = [s for s in data.series if s.model == model]
         if own:
-            # networks beside each other share an axis
-            end = figures.reach([s for s in data.series if s.norm == own[0].norm])
-            charts[f"curves-{i}"] = figures.curves(
-                own, [a for a in data.attacks if a.model == model], end
-            )
-            charts[f"radii-{i}"] = figures.histogram(own, end)
+            norm = own[0].norm
+            end = ends[norm]  # networks beside each other share an axis
+            attacks = [a for a in data.attacks if a.model == model]
+            charts[f"curves-{i}"] = figures.curves(own, attacks, end, norm)
+            charts[f"radii-{i}"] = figures.histogram(own, end, norm)
     for i, audit in enumerate(data.audits[:PANELS]):
         charts[f"shares-{i}"] = figures.layer_shares(audit)
     return charts

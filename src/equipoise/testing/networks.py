@@ -19,12 +19,6 @@ _POINTWISE = (
     "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Hardswish", "Mish", "Softsign", "Hardtanh",
     "Identity", "Dropout",
 )  # fmt: skip
-_COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add,
-    "subtract": torch.sub,
-    "multiply": torch.mul,
-    "maximum": torch.maximum,
-}
 
 
 def _attack_bound(
@@ -86,26 +80,24 @@ def random_networks(batch: Batch) -> None:
     _attack_bound(batch, network, x, what, ball)
 
 
-class Combined(nn.Module):
-    """Two branches: added, subtracted, multiplied, or their maximum."""
+class Gated(nn.Module):
+    """A value added to, and multiplied by, a function of itself."""
 
-    def __init__(self, left: nn.Module, right: nn.Module, how: str) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.left, self.right, self.how = left, right, how
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both branches on the same input."""
-        return _COMBINATIONS[self.how](self.left(x), self.right(x))
+        """`x·f(x) + f(x)`."""
+        y = self.inner(x)
+        return x * y + y
 
 
 def _random_block(batch: Batch, blocks: Callable[[int], list[nn.Module]], size: int) -> nn.Module:
-    how = batch.choose(*["plain"] * 6, *_COMBINATIONS)
     pointwise = [nn.Softmax(1), *[getattr(nn, name)() for name in _POINTWISE]]
-    if how == "plain":
-        return batch.choose(*blocks(size), *pointwise)
     # the first block keeps every shape
-    left, right = (batch.choose(blocks(size)[0], batch.choose(*pointwise)) for _ in range(2))
-    return Combined(left, right, how)
+    gated = Gated(batch.choose(blocks(size)[0], *pointwise))
+    return batch.choose(gated, batch.choose(*blocks(size)), batch.choose(*pointwise))
 
 
 def _image_blocks(c: int) -> list[nn.Module]:

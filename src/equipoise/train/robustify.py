@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,12 +81,10 @@ def robustify(
         cpu: do not use a GPU.
         progress: as in `run_recipe`.
     """
-    conversion = _Task.of(source, weights, method, data, recipe, changes)
-    checked, part, net = conversion.recipe, conversion.part, conversion.net
+    checked, part, model, net = _prepare(source, weights, method, data, recipe, changes)
     shape = part.source.input_shape
-    certified = certified_bound(conversion.model, shape, checked.metrics.rtol)
-    device = torch.device("cpu")
-    before = evaluate(conversion.model, part, LOSSES["ce"](), device, checked.metrics, certified)
+    certified = certified_bound(model, shape, checked.metrics.rtol)
+    before = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
     before["bound"] = certified.upper
 
     constant = known_constant(net.module)
@@ -124,53 +122,43 @@ def plan_robustify(
         recipe: how to train.
         changes: of the recipe.
     """
-    task = _Task.of(source, weights, method, data, recipe, changes)
-    return plan_recipe(task.recipe, task.net)
+    checked, _, _, net = _prepare(source, weights, method, data, recipe, changes)
+    return plan_recipe(checked, net)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A network before and after its conversion, the recipe that trains it, and the data it is measured on."""
+def _prepare(
+    source: str | Path,
+    weights: str | Path | None,
+    method: str,
+    data: str | None,
+    recipe: str | Path | Mapping[str, Any] | None,
+    changes: Iterable[str],
+) -> tuple[Recipe, Part, Any, Rescaled]:
+    """The recipe, the data that the network is measured on, and the network before and after its conversion."""
+    if not (Path(source).is_dir() or ":" in str(source)):
+        raise InputError(
+            f"{source}: expected a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or "
+            "package.module:factory (with --weights); other files do not say how the network is built with other layers"
+        )
+    model: Any = load_model(source, weights).model
+    name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
+    default = {**_DEFAULT, "data": {"path": data}, "name": name}
+    document = default if recipe is None else read_recipe(recipe).to_dict()
+    # wide dense layers cost less
+    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
+    document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
+    checked = read_recipe(document, changes)
 
-    recipe: Recipe
-    part: Part
-    model: Any
-    net: Rescaled
-
-    @classmethod
-    def of(
-        cls,
-        source: str | Path,
-        weights: str | Path | None,
-        method: str,
-        data: str | None,
-        recipe: str | Path | Mapping[str, Any] | None,
-        changes: Iterable[str],
-    ) -> Self:
-        if not (Path(source).is_dir() or ":" in str(source)):
-            raise InputError(
-                f"{source}: expected a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or "
-                "package.module:factory (with --weights); other files do not say how the network is built with other layers"
-            )
-        model: Any = load_model(source, weights).model
-        name = f"{Path(str(source).replace(':', '-')).resolve().name}-{method}"
-        default = {**_DEFAULT, "data": {"path": data}, "name": name}
-        document = default if recipe is None else read_recipe(recipe).to_dict()
-        # wide dense layers cost less
-        options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
-        document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
-        checked = read_recipe(document, changes)
-
-        parts = build_data(checked.data)
-        part = parts.test or parts.validation
-        if part is None:
-            raise InputError(
-                "before and after are measured on a test split or a validation part: the recipe has neither"
-            )
-        require_fit(model, part.source, str(source))
-        example = torch.zeros(1, *part.source.input_shape)
-        net = make_lipschitz(model, method=method, example_input=example, **options)
-        return cls(checked, part, model, net)
+    parts = build_data(checked.data)
+    part = parts.test or parts.validation
+    if part is None:
+        raise InputError(
+            "before and after are measured on a test split or a validation part: the recipe has neither"
+        )
+    require_fit(model, part.source, str(source))
+    example = torch.zeros(1, *part.source.input_shape)
+    net = make_lipschitz(model, method=method, example_input=example, **options)
+    return checked, part, model, net
 
 
 def _save_program(net: nn.Module, shape: tuple[int, ...], path: Path) -> None:
