@@ -87,10 +87,10 @@ def prove(
         bool, typer.Option("--complete", help="branch until one --epsilon is proved or broken")
     ] = False,
     vnnlib: Annotated[
-        Path | None, typer.Option(help="a property in VNN-LIB to prove instead; no --data")
+        Path | None, typer.Option(help="a property in VNN-LIB, instead of --data")
     ] = None,
     ball: Annotated[
-        float | None, typer.Option(help="with --vnnlib: l2 balls around the middle of its boxes")
+        float | None, typer.Option(help="with --vnnlib: the l2 ball, not the box")
     ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,

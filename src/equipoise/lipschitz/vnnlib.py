@@ -32,7 +32,7 @@ from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.measure import LocalBound, evaluate
-from equipoise.lipschitz.local.slopes import tighten
+from equipoise.lipschitz.local.slopes import relaxed_bounds, tighten, usual_slopes
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
@@ -249,7 +249,7 @@ class _Verifier:
                 if self.broken is None:
                     self.broken = attack.everywhere(*case, steps)
             if left and halved:
-                parts += self._halves(Box(part.low, part.high, left))
+                parts += self._halves(Box(part.low, part.high, left), ball)
             elif left and self.broken is None:
                 return self._branch(attack, left)
             steps = PART_STEPS
@@ -268,15 +268,14 @@ class _Verifier:
             deadline=self.deadline,
         )
 
-    def _halves(self, box: Box) -> list[Box]:
-        """Both halves of the box along the input that changes the outputs most."""
-        middle = (box.low + box.high) / 2
-        ends = torch.diag(box.high - middle)
-        change = self.function(middle + ends) - self.function(middle - ends)
+    def _halves(self, box: Box, ball: Ball) -> list[Box]:
+        """Both halves of the box along the input that moves the bounds most."""
         rows = torch.cat([rows for rows, _ in box.cases])
-        at = int((change @ rows.T).abs().sum(1).argmax())
+        last, arrived = len(self.network.nodes) - 1, dict[int, Tensor]()
+        relaxed_bounds(ball, last, rows, usual_slopes(ball, last, len(rows)), arrived)
+        at = int((arrived[0].abs().sum(0) * (box.high - box.low)).argmax())
         low, high = box.low.clone(), box.high.clone()
-        low[at] = high[at] = middle[at]
+        low[at] = high[at] = (box.low[at] + box.high[at]) / 2
         return [Box(low, box.high, box.cases), Box(box.low, high, box.cases)]
 
     def _branch(self, attack: Attack, cases: list[Case]) -> bool:

@@ -18,13 +18,14 @@ from equipoise_lab.bench import data_file
 
 @dataclass(frozen=True)
 class Task:
-    """A network with its images, and the radius at which it is asked about."""
+    """A network with its images, the radius at which it is asked about, and whether to branch until that is decided."""
 
     name: str
     images: str
     radius: float
     build: Callable[[], nn.Sequential]
     names: dict[str, str]
+    complete: bool = False
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The network in evaluation mode, its images and their labels."""
@@ -75,6 +76,7 @@ TASKS = (
         {"conv1": "0", "conv2": "2", "fc1": "5", "fc2": "7"},
     ),
     Task("cifar10-cnn-a", "cifar10-200.npz", 0.41830, lambda: _convolutional(3, 2048), {}),
+    Task("mnist-mlp", "mnist-200.npz", 0.5, _dense, {}, complete=True),
 )
 
 
@@ -90,7 +92,9 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
         model, x, y = task.load()
         x, y = x[:images], y[:images]
         began = time.process_time()
-        radii = eq.certified_radius(model, x, y, epsilon=task.radius, seconds=seconds)
+        radii = eq.certified_radius(
+            model, x, y, epsilon=task.radius, complete=task.complete, seconds=seconds
+        )
         spent = time.process_time() - began
         attacked = eq.attacks.pgd(model, x, y, epsilon=task.radius, steps=100, restarts=3)
         proved = radii.radius >= task.radius
@@ -108,6 +112,8 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
                 "images": len(x),
                 "right": int(radii.right.sum()),
                 "proved": int(proved.sum()),
+                "broken": len(radii.broken),
+                "undecided": radii.verdicts.count("undecided"),
                 "not broken by PGD": int((~attacked.success & radii.right).sum()),
                 "seconds an image": round(spent / len(x), 2),
                 "slowest": round(max(radii.seconds), 1),
