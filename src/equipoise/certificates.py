@@ -395,7 +395,12 @@ class _Writer:
         self.names[node] = name
 
     def store(self, name: str, value: Tensor) -> str:
-        """The name under which a tensor is stored; equal tensors are stored once."""
+        """The name under which a tensor is stored; equal tensors are stored once.
+
+        Args:
+            name: the name to store it under, unless an equal tensor has one.
+            value: the tensor.
+        """
         array = np.ascontiguousarray(value.detach().cpu().numpy())
         content = (array.dtype.str, array.shape, array.tobytes())
         name = self.stored.setdefault(content, name)

@@ -161,12 +161,23 @@ def unit(v: Tensor) -> Tensor:
 
 
 def project(d: Tensor, radius: float) -> Tensor:
-    """Every sample scaled into the ball, a little inside: adding it to an input rounds."""
+    """Every sample scaled into the ball, a little inside: adding it to an input rounds.
+
+    Args:
+        d: a batch of displacements.
+        radius: of the ball around 0, in ℓ2.
+    """
     return d * _per_sample(radius * (1 - 1e-6) / _length(d).clamp_min(radius), d)
 
 
 def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
-    """`‖f(a) − f(b)‖/‖a − b‖` per sample, as evaluated; 0 for pairs too close to tell. Not a proof: see `proved_stretch`."""
+    """`‖f(a) − f(b)‖/‖a − b‖` per sample, as evaluated; 0 for pairs too close to tell. Not a proof: see `proved_stretch`.
+
+    Args:
+        f: the network on a batch, with outputs of shape (batch, entries).
+        a: a batch of inputs.
+        b: the other input of every pair.
+    """
     fa, fb = f(a), f(b)
     gap = _length(a - b)
     noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * fa.shape[1] ** 0.5

@@ -58,7 +58,14 @@ class Box:
 
 
 def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx.Node, Box]:
-    """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one)."""
+    """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one).
+
+    Args:
+        run: the propagated program.
+        x: the centre of the ball.
+        radius: of the ball, in ℓ2.
+        cache: of operator norms.
+    """
     x = x.detach().double()
     boxes = {run.program.inputs[0]: Box(x, torch.full_like(x, radius), radius, 0.0, 0.0)}
     for node in run.program.nodes:

@@ -30,6 +30,11 @@ def induced_bound(
     Dense layers, convolutions, batch norm, pointwise activations, sums, concatenations, pooling, means and views; other
     operations are refused with the node. Batch norm is not folded.
 
+    Args:
+        model: a module in evaluation mode, or an exported program.
+        example_input: a floating tensor, or a tuple of them; not read for an exported program.
+        order: the norm, `l1` or `linf`, of inputs and outputs.
+
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> induced_bound(net, torch.zeros(1, 3), "l1").kind
     <Kind.UPPER: 'upper'>

@@ -75,6 +75,10 @@ def exp_up(x: float) -> float:
 def show_log(x: float, digits: int = 4) -> str:
     """Print exp(x) with `digits` significant digits, rounded up, also beyond the floats.
 
+    Args:
+        x: the natural logarithm of the number.
+        digits: significant digits.
+
     >>> show_log(700 * math.log(10)), show_log(0.0)
     ('1.001e+700', '1.000')
     """

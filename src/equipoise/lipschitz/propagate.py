@@ -58,7 +58,12 @@ class Propagation:
     regions: Regions = field(default_factory=dict)
 
     def call(self, node: fx.Node, cache: Cache) -> Call:
-        """A node with its arguments: signals where they depend on the input, constants elsewhere."""
+        """A node with its arguments: signals where they depend on the input, constants elsewhere.
+
+        Args:
+            node: a node of the program.
+            cache: of operator norms.
+        """
         return Call(node, self._lookup, cache)
 
     def _lookup(self, node: fx.Node) -> Any:
@@ -221,7 +226,12 @@ def _pending(node: fx.Node, step: Step) -> bool:
 
 
 def combined(step: Step, logs: dict[fx.Node, float]) -> float:
-    """The bound after a step; parts of one tensor that do not overlap count once in a root of squares."""
+    """The bound after a step; parts of one tensor that do not overlap count once in a root of squares.
+
+    Args:
+        step: the answer of the node's rule.
+        logs: logarithm of the bound of every node that the step names.
+    """
     if step.combine == "sum":
         return log_sum(log_product(log_up(gain), logs[s.node]) for s, gain in step.gains)
     return log_root(_grouped(step, logs))
@@ -323,7 +333,12 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
 
 
 def winner(run: Propagation, node: fx.Node) -> Region | None:
-    """The block that ends here and whose own bound is the one that counts in the product, if any."""
+    """The block that ends here and whose own bound is the one that counts in the product, if any.
+
+    Args:
+        run: the propagated program.
+        node: the node in which the block ends.
+    """
     for region in run.regions.get(node, ()):
         if (
             region.whole

@@ -129,7 +129,12 @@ class Rounding:
 
     @classmethod
     def of(cls, run: Propagation, cache: Cache) -> Rounding:
-        """Look at every node once; what has no rule is refused here."""
+        """Look at every node once; what has no rule is refused here.
+
+        Args:
+            run: propagated without a ball.
+            cache: of operator norms.
+        """
         program = run.program
         if len(program.inputs) != 1 or len(program.outputs) != 1:
             raise Refused("rounding is bounded for networks with one input and one output")
@@ -182,7 +187,12 @@ class Rounding:
         return self._batch(x, torch.zeros(len(x), dtype=torch.float64), None)
 
     def deployed(self, x: Tensor, radius: Tensor) -> Tensor:
-        """The last bound of `Evaluation` alone, for a radius per sample."""
+        """The last bound of `Evaluation` alone, for a radius per sample.
+
+        Args:
+            x: a batch of inputs.
+            radius: in ℓ2, one per sample.
+        """
         return self._batch(x, radius, self.dtype)[1]
 
     def _batch(self, x: Tensor, near: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -199,6 +209,11 @@ class Rounding:
         """The output at one sample (without its batch dimension) in float64, and how far a pass in `dtype` may be off.
 
         None: that float64 pass itself, whose activations are the real functions up to rounding.
+
+        Args:
+            x: the sample.
+            r: radius of the ball around it, in ℓ2.
+            dtype: of the pass that is bounded.
         """
         start = self.run.program.inputs[0]
         values = {start: x[None]}

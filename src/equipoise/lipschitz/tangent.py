@@ -34,7 +34,12 @@ Values = Mapping[fx.Node, Tensor]
 
 
 def supported(call: Call, step: Step) -> bool:
-    """Whether `apply` knows this node: an affine operation whose coefficients are constants of the graph."""
+    """Whether `apply` knows this node: an affine operation whose coefficients are constants of the graph.
+
+    Args:
+        call: the node.
+        step: the answer of its rule.
+    """
     match step.map:
         case Copy(same=True) | Padded() | Join() | Weighted() | Scaled() | Sum():
             return True
@@ -95,7 +100,12 @@ def apply(
 
 
 def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
-    """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries."""
+    """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries.
+
+    Args:
+        step: the answer of the node's rule.
+        dtype: in which the node is evaluated.
+    """
     match step.map:
         case Copy() | Padded() | Join():
             return 0.0

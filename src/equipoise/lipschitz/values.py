@@ -57,7 +57,13 @@ def source_line(node: fx.Node) -> str:
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """`log(1 + e^{βx})/β`, without PyTorch's switch to the identity."""
+    """`log(1 + e^{βx})/β`, without PyTorch's switch to the identity.
+
+    Args:
+        x: any tensor.
+        beta: β.
+        threshold: not used; PyTorch's operation has it.
+    """
     return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
 
 
@@ -104,7 +110,12 @@ def perform(node: fx.Node, value: Lookup, *, exact: bool = False) -> Any:
 
 
 def replay(node: fx.Node, x: Tensor) -> Any:
-    """An operation with one tensor among its arguments, on another one; real functions, nothing overwritten."""
+    """An operation with one tensor among its arguments, on another one; real functions, nothing overwritten.
+
+    Args:
+        node: the operation.
+        x: the tensor that takes the place of its own.
+    """
     return perform(node, lambda _: x, exact=True)
 
 

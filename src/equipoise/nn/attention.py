@@ -215,7 +215,14 @@ class ConvexAttention(CPL):
     def build(  # type: ignore[override]
         self, plain: Any, *, heads: int = 1, memory: bool = False, window: int = 0
     ) -> None:
-        """The raw weight, log δ and the logits of a."""
+        """The raw weight, log δ and the logits of a.
+
+        Args:
+            plain: the plain layer that the arguments describe.
+            heads: must divide the number of coordinates in which tokens are compared.
+            memory: tokens attend to learned keys instead of each other.
+            window: tokens before it that each token sees; 0: all tokens see each other.
+        """
         super().build(plain)
         _check_heads(self.hidden, heads)
         require_number(window, "window", least=0, most=0 if memory else math.inf, whole=True)
@@ -252,7 +259,12 @@ class ConvexAttention(CPL):
         return y * math.sqrt(0.5) if self.window else y
 
     def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
-        """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`."""
+        """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
         if not self.window:
             return super().bound(tensors, input_shape)
         U, _, weights = tensors

@@ -220,7 +220,12 @@ class _Reader:
         self.left = LARGEST_FILE
 
     def node(self, proto: Any, index: int) -> Spec:
-        """The record of a node."""
+        """The record of a node.
+
+        Args:
+            proto: the node in the file.
+            index: its place in the graph, for the name of a node without one.
+        """
         name = (
             str(proto.name) or f"{proto.op_type}_{index}"
         )  # bytes where a damaged name is not UTF-8
@@ -232,7 +237,12 @@ class _Reader:
         return replace(spec, attributes={a.name: self.attribute(a, spec) for a in proto.attribute})
 
     def attribute(self, proto: Any, spec: Spec) -> Any:
-        """The value of an attribute: a number, a text, a tensor, or a list of numbers or texts."""
+        """The value of an attribute: a number, a text, a tensor, or a list of numbers or texts.
+
+        Args:
+            proto: the attribute in the file.
+            spec: the node it belongs to, for messages.
+        """
         from onnx import TensorProto, helper
 
         try:
@@ -255,7 +265,12 @@ class _Reader:
         )
 
     def tensor(self, proto: Any, what: str) -> Tensor:
-        """A tensor of the file; its size is checked before it is made."""
+        """A tensor of the file; its size is checked before it is made.
+
+        Args:
+            proto: the tensor in the file.
+            what: what it is called in messages.
+        """
         from onnx import numpy_helper
 
         dtype = DTYPES.get(proto.data_type)
@@ -281,6 +296,11 @@ class _Reader:
         """The bytes of a tensor in a file beside the network, where PyTorch's exporter puts them: read in parts, within a budget.
 
         A file is named by its bare name: a path, a link or a device is refused.
+
+        Args:
+            proto: the tensor in the file.
+            length: of the tensor, in bytes.
+            what: what it is called in messages.
         """
         entries = {entry.key: entry.value for entry in proto.external_data}
         name = entries.get("location", "")

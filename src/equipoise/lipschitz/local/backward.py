@@ -72,7 +72,17 @@ class Ball:
         total: float,
         spread: Tensor | None,
     ) -> None:
-        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`)."""
+        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`).
+
+        Args:
+            centre: the value at x.
+            slip: bound of the error of `centre`.
+            low: lower bounds of the values on the ball.
+            high: upper bounds of the values on the ball.
+            lip: for every entry, a bound of how far it moves per unit of ‖δx‖₂.
+            total: the same bound for the node as a whole, in ℓ2.
+            spread: one number per entry; None for the input.
+        """
         self.centre.append(centre)
         self.slip.append(slip)
         self.low.append(low)
@@ -82,7 +92,13 @@ class Ball:
         self.spread.append(spread)
 
     def narrow(self, k: int, entries: Tensor, bounds: Tensor) -> None:
-        """Take over lower bounds of some entries of node k and of their negatives, stacked."""
+        """Take over lower bounds of some entries of node k and of their negatives, stacked.
+
+        Args:
+            k: index of the node.
+            entries: indices of n of its entries.
+            bounds: 2n lower bounds: of the entries, then of their negatives.
+        """
         low, high, n = self.low[k], self.high[k], len(entries)
         low[entries] = torch.maximum(low[entries], bounds[:n])
         high[entries] = torch.minimum(high[entries], -bounds[n:])
@@ -112,9 +128,17 @@ def enclose_ball(
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
 
-    `most_rows` leaves a layer with more open neurons than that unrefined. `inner` is a smaller ball around the same
-    point: its centre is taken over. After `deadline` (of `time.process_time()`) intervals are left as they are. `known` are
-    local Lipschitz bounds of nodes from elsewhere. `tighten(ball, k)` may shrink the interval of a pre-activation further.
+    Args:
+        network: the network.
+        x: the centre, one input of any shape.
+        radius: of the ball.
+        norm: of the ball.
+        most_rows: a layer with more open neurons than this is left unrefined.
+        inner: a smaller ball around the same point: its centre is taken over.
+        deadline: of `time.process_time()`; after it intervals are left as they are.
+        known: local Lipschitz bounds of nodes from elsewhere, by index.
+        tighten: `tighten(ball, k)` may shrink the interval of pre-activation k further.
+        widths: of a box, its half-width per coordinate, in place of the radius.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm, widths=widths)
     read = {node.source for node in network.activations.values()}
@@ -189,7 +213,12 @@ def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
 
 
 def whole_space(network: Network, x: Tensor) -> Ball:
-    """Differences alone, for all inputs: `lip` and `total` of every node; nothing is known of values."""
+    """Differences alone, for all inputs: `lip` and `total` of every node; nothing is known of values.
+
+    Args:
+        network: the network.
+        x: any input; the bounds do not depend on it.
+    """
     ball = Ball(network, x.detach().double().flatten(), math.inf)
     for node in network.nodes:
         if node is None:
@@ -285,7 +314,11 @@ def slope_ranges(
 ) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
-    With `inner`, a smaller ball around the same point, one of the two lies in that; with `anchored` it is the centre.
+    Args:
+        ball: with all pre-activations enclosed, as far as they are asked for.
+        inner: a smaller ball around the same point, in which one of the two inputs lies.
+        anchored: one of the two inputs is the centre.
+        before: activations with a larger index are left out.
     """
     found: Slopes = {}
     for k, node in ball.network.activations.items():
@@ -304,7 +337,12 @@ def slope_ranges(
 
 
 def difference_spread(ball: Ball, slopes: Slopes) -> list[Tensor | None]:
-    """What rounding at a node costs per unit of |A| and of ‖δx‖: `γ|W||δv|` with the known bounds of differences."""
+    """What rounding at a node costs per unit of |A| and of ‖δx‖: `γ|W||δv|` with the known bounds of differences.
+
+    Args:
+        ball: with bounds of differences.
+        slopes: of its activations, as `slope_ranges` gives them.
+    """
     found: list[Tensor | None] = []
     for k, node in enumerate(ball.network.nodes[: len(ball.low)]):
         if node is None:
@@ -321,7 +359,13 @@ def difference_spread(ball: Ball, slopes: Slopes) -> list[Tensor | None]:
 
 
 def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
-    """A lower bound, on the ball, of every `rows·(value of node k)`, rounded down."""
+    """A lower bound, on the ball, of every `rows·(value of node k)`, rounded down.
+
+    Args:
+        ball: with the lines of all activations before node k.
+        k: index of the node.
+        rows: coefficients, (rows, size of node k).
+    """
 
     def relax(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
         return by_lines(ball.lines[i], A)
@@ -330,19 +374,36 @@ def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
 
 
 def by_lines(lines: Lines, A: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows A of an activation's values as rows of its inputs and constants, by the lines below and above."""
+    """Rows A of an activation's values as rows of its inputs and constants, by the lines below and above.
+
+    Args:
+        lines: of the activation.
+        A: coefficients of its values, (rows, size).
+    """
     above, below = A.clamp_min(0), A.clamp_max(0)
     constant = weigh(above, lines.below) + weigh(below, lines.above)
     return above * lines.lower + below * lines.upper, constant
 
 
 def weigh(A: Tensor, v: Tensor) -> Tensor:
-    """`A_i·v` for every row, or `A_i·v_i` where v has a row for each."""
+    """`A_i·v` for every row, or `A_i·v_i` where v has a row for each.
+
+    Args:
+        A: (rows, size).
+        v: (size,) or (rows, size).
+    """
     return A @ v if v.dim() == 1 else (A * v).sum(1)
 
 
 def finish(ball: Ball, A: Tensor, constant: Tensor, error: Tensor) -> Tensor:
-    """The least of `A·x + constant` on the ball, less the error of both, rounded down."""
+    """The least of `A·x + constant` on the ball, less the error of both, rounded down.
+
+    Args:
+        ball: the ball, or a box.
+        A: coefficients of the input, (rows, inputs).
+        constant: of every row.
+        error: bound of the rounding in every row so far.
+    """
     g = gamma(A.shape[1] + 64, torch.float64)
     error = error + g * weigh(A.abs(), ball.x.abs()) * 2
     if ball.widths is None:
@@ -354,7 +415,12 @@ def finish(ball: Ball, A: Tensor, constant: Tensor, error: Tensor) -> Tensor:
 
 
 def dual_norm(A: Tensor, norm: Norm) -> Tensor:
-    """The norm dual to the ball's, of every row, rounded up."""
+    """The norm dual to the ball's, of every row, rounded up.
+
+    Args:
+        A: (rows, inputs).
+        norm: of the ball.
+    """
     if norm == "linf":
         return inflate(A.abs().sum(1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
     largest = A.abs().amax(1)
@@ -377,7 +443,13 @@ def walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Push rows of node k back to the input: their coefficients there, the constants, and a bound of the rounding.
 
-    `through(i, A)` passes activation i; `spread[i]` is what rounding at node i costs per unit of |A|.
+    Args:
+        network: the network.
+        k: index of the node.
+        rows: coefficients, (rows, size of node k).
+        through: `through(i, A)` passes activation i: rows of its input, and constants or None.
+        spread: `spread[i]` is what rounding at node i costs per unit of |A|.
+        offset: whether the offsets of affine nodes enter the constants.
     """
     found: dict[int, Tensor] = {k: rows}
     constant, error = (

@@ -29,7 +29,12 @@ class Lines:
     above: Tensor
 
     def range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds of φ on `[low, high]` that the lines imply, rounded outward."""
+        """Bounds of φ on `[low, high]` that the lines imply, rounded outward.
+
+        Args:
+            low: left end of every interval, within the one that the lines were made for.
+            high: right end of every interval.
+        """
         size = torch.maximum(low.abs(), high.abs())
         least = torch.minimum(self.lower * low, self.lower * high) + self.below
         most = torch.maximum(self.upper * low, self.upper * high) + self.above
@@ -67,7 +72,12 @@ class Hinge:
         return torch.zeros_like(z) if plain else 2 * _U * self.value(z).abs() + 1e-300
 
     def lines(self, low: Tensor, high: Tensor) -> Lines:
-        """The chord above; below, the steeper side where it reaches further, else the flatter one (both pass 0)."""
+        """The chord above; below, the steeper side where it reaches further, else the flatter one (both pass 0).
+
+        Args:
+            low: left end of every interval.
+            high: right end of every interval.
+        """
         left, right = self.left.expand_as(low), self.right.expand_as(low)
         open_ = (low < 0) & (high > 0)
         side = torch.where(high > -low, right, left)
@@ -85,7 +95,13 @@ class Hinge:
     def secants(
         self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Convexity: the least slope is that between the left ends, the largest that between the right ends."""
+        """Convexity: the least slope is that between the left ends, the largest that between the right ends.
+
+        Args:
+            near: both ends of an interval that one of the two points lies in.
+            low: left end of the interval that the other point lies in.
+            high: right end of that interval.
+        """
         left, right = self.left.expand_as(low), self.right.expand_as(low)
         first, last = torch.maximum(near[0], low), torch.minimum(near[1], high)
         ratio = (first / (first - low).clamp_min(1e-300)).clamp(0, 1)
@@ -130,7 +146,12 @@ class Sampled:
         return found
 
     def lines(self, low: Tensor, high: Tensor) -> Lines:
-        """Of a few slopes (the chord, the tangents at both ends and the middle) the one that is best in the middle."""
+        """Of a few slopes (the chord, the tangents at both ends and the middle) the one that is best in the middle.
+
+        Args:
+            low: left end of every interval.
+            high: right end of every interval.
+        """
         points, h = self._grid(low, high)
         values, tangents = self.function(points), self._slopes(points[:: POINTS // 2])
         chord = (values[-1] - values[0]) / (high - low).clamp_min(1e-300)
@@ -172,7 +193,13 @@ class Sampled:
     def secants(
         self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The range of the derivative: a secant slope is a mean of derivatives."""
+        """The range of the derivative: a secant slope is a mean of derivatives.
+
+        Args:
+            near: not used: both points may lie anywhere in `[low, high]`.
+            low: left end of every interval.
+            high: right end of every interval.
+        """
         points, h = self._grid(low, high)
         return self._derivatives(points, h)
 

@@ -58,7 +58,13 @@ class Affine:
     def forward(
         self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False
     ) -> Tensor:
-        """The map on flat vectors."""
+        """The map on flat vectors.
+
+        Args:
+            values: one flat vector per source.
+            offset: whether b is added.
+            magnitude: whether coefficients and b are taken in absolute value.
+        """
         given = [v.reshape(s) for v, s in zip(values, self.shapes, strict=True)]
         return self.run(given, offset, magnitude).reshape(-1)
 
@@ -134,7 +140,13 @@ class _Builder:
         return len(self.nodes) - 1
 
     def linear(self, source: int, run: Callable[[Tensor, bool], Tensor], gain: float) -> int:
-        """A linear map with coefficients 0 and ±1, `run(values, magnitude)`."""
+        """A linear map with coefficients 0 and ±1, `run(values, magnitude)`.
+
+        Args:
+            source: index of the node that it reads.
+            run: the map on a tensor of that node's shape; `magnitude` asks for coefficients in absolute value.
+            gain: bound of its spectral norm.
+        """
         before = self.shapes[source]
         shape = tuple(run(torch.zeros(before, dtype=torch.float64), False).shape)
         node = Affine(
@@ -149,7 +161,12 @@ class _Builder:
 
 
 def read_network(run: Propagation, cache: Cache) -> Network:
-    """The network of a propagated program with one input and one output; `Unsupported` where it is something else."""
+    """The network of a propagated program with one input and one output; `Unsupported` where it is something else.
+
+    Args:
+        run: the propagated program.
+        cache: of operator norms.
+    """
     program = run.program
     if len(program.inputs) != 1 or len(program.outputs) != 1:
         raise Unsupported("the network has several inputs or outputs")

@@ -50,7 +50,12 @@ _DOWN = 1 - 1e-12
 
 
 def less(margins: Tensor, lost: Tensor) -> Tensor:
-    """`margins − lost`, rounded down."""
+    """`margins − lost`, rounded down.
+
+    Args:
+        margins: one per rival.
+        lost: what is taken off each, not negative.
+    """
     return margins - lost - 2.0**-50 * (margins.abs() + lost)
 
 
@@ -128,7 +133,12 @@ class Case:
         return bounds
 
     def left(self, radius: float, margins: Tensor) -> Tensor:
-        """Margins less what rounding may take off them anywhere in the ball, rounded down."""
+        """Margins less what rounding may take off them anywhere in the ball, rounded down.
+
+        Args:
+            radius: of the ball.
+            margins: one per rival.
+        """
         if self.lost is None:
             return margins
         if radius not in self.losses:
@@ -140,7 +150,12 @@ class Case:
         return bool((self.left(radius, self.relaxed(radius)) > 0).all())
 
     def segment(self, inner: float, outer: float) -> Reduced | None:
-        """The reduced maps of all margins between the ball `inner` and the ball `outer`; None where they are too large."""
+        """The reduced maps of all margins between the ball `inner` and the ball `outer`; None where they are too large.
+
+        Args:
+            inner: radius of the inner ball; 0 for the centre alone.
+            outer: radius of the outer ball.
+        """
         key = (inner, outer)
         if key not in self.maps:
             self.maps[key] = None
@@ -156,7 +171,12 @@ class Case:
         return self.maps[key]
 
     def start(self, inner: float, outer: float) -> Tensor | None:
-        """Multipliers for all margins together, divided by their size: far inside the cone, so good for each of them."""
+        """Multipliers for all margins together, divided by their size: far inside the cone, so good for each of them.
+
+        Args:
+            inner: radius of the inner ball; 0 for the centre alone.
+            outer: radius of the outer ball.
+        """
         key = (inner, outer)
         if key not in self.starts:
             maps = self.segment(inner, outer)
@@ -171,7 +191,12 @@ class Case:
     def constant(self, k: int, inner: float, outer: float, enough: float, steps: int) -> float:
         """Proved L of margin k for pairs between the two balls; infinite where there is none.
 
-        With `steps=0` by the common multipliers alone.
+        Args:
+            k: index of the margin.
+            inner: radius of the inner ball; 0 for the centre alone.
+            outer: radius of the outer ball.
+            enough: stop as soon as the constant is below this.
+            steps: of Newton's method at most; with 0 by the common multipliers alone.
         """
         maps = self.segment(inner, outer)
         if maps is None:
@@ -191,7 +216,14 @@ class Reach:
     spent: tuple[tuple[float, float], ...] = ()
 
     def enough(self, r: float, R: float, margin: float, left: float) -> float:
-        """The constant between r and R with which a margin, `left` of it over at r, spends somewhat less of itself than this."""
+        """The constant between r and R with which a margin, `left` of it over at r, spends somewhat less of itself than this.
+
+        Args:
+            r: the inner radius.
+            R: the outer radius.
+            margin: at the centre.
+            left: what is over of it at r.
+        """
         for at, share in self.spent:
             if at >= R:
                 return 0.95 * max(left - (1 - share) * margin, 0.0) / (R - r)
@@ -203,7 +235,12 @@ def integrate(
 ) -> Reach:
     """The largest radius up to `outer` within which margin k is proved positive.
 
-    With `other`, constants need only be small enough to reach as far as that.
+    Args:
+        case: the input.
+        k: index of the margin.
+        outer: the largest radius tried.
+        steps: of Newton's method at most, for each constant.
+        other: constants need only be small enough to reach as far as this.
     """
     whole = left = float(case.left(outer, case.margins)[k])
     r, spent = 0.0, list[tuple[float, float]]()
@@ -256,7 +293,12 @@ def relaxed_radius(case: Case, start: float, high: float = math.inf, rtol: float
 
 
 def multipliers_at(case: Case, radius: float) -> str | None:
-    """The method by multipliers that proves every margin positive on the ball of this radius; None where none does."""
+    """The method by multipliers that proves every margin positive on the ball of this radius; None where none does.
+
+    Args:
+        case: the input.
+        radius: of the ball.
+    """
     if case.norm != "l2" or time.process_time() > case.deadline:
         return None
     order = (case.relaxed(radius) / case.margins).argsort().tolist()
@@ -272,6 +314,10 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     `base` is a radius proved already. The rival that the relaxation finds worst comes first; the others only have to
     reach as far, most of them with the same multipliers, and of the rest only the one that limits is looked at closer.
     Whatever time is left, every rival is proved up to the radius returned.
+
+    Args:
+        case: the input.
+        base: a radius proved already.
     """
     outer = base * 1.28
     worst = int((case.relaxed(outer) / case.margins).argmin())
@@ -314,6 +360,11 @@ def together_radius(case: Case, base: float, most: int = MOST) -> float:
     """The largest radius found, at least `base`, at which one constant proves every margin positive.
 
     `base` is a radius proved already. What rounding may take off a margin within the outer ball is taken off before.
+
+    Args:
+        case: the input.
+        base: a radius proved already.
+        most: neurons that may switch; with more of them nothing is tried.
     """
     found, outer = base, base * FIRST
     for _ in range(TRIES):
@@ -331,7 +382,14 @@ def together_radius(case: Case, base: float, most: int = MOST) -> float:
 
 
 def common_constant(case: Case, outer: float, margins: Tensor, most: int = MOST) -> float:
-    """Proved L of all margins divided by `margins`, between the centre and the ball; infinite where there is none."""
+    """Proved L of all margins divided by `margins`, between the centre and the ball; infinite where there is none.
+
+    Args:
+        case: the input.
+        outer: radius of the ball.
+        margins: what every margin is divided by; where one is not positive there is no constant.
+        most: neurons that may switch; with more of them there is no constant.
+    """
     ball = case.ball(outer)
     if ball is None or not bool((margins > 0).all()):
         return math.inf

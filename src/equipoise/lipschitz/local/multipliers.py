@@ -84,7 +84,13 @@ def count_switching(slopes: Slopes) -> int:
 
 
 def reduced_maps(ball: Ball, slopes: Slopes, outputs: Tensor) -> Reduced:
-    """The maps of `outputs·f` for rows of outputs (p, size of the last node)."""
+    """The maps of `outputs·f` for rows of outputs (p, size of the last node).
+
+    Args:
+        ball: with bounds of differences for all nodes.
+        slopes: of its activations, as `slope_ranges` gives them.
+        outputs: the rows.
+    """
     network = ball.network
     index = {k: (width > 0).nonzero().flatten() for k, (_, width) in slopes.items()}
     starts, n = {}, 0
@@ -253,7 +259,13 @@ def _warm(problem: _Problem, start: Tensor | None) -> _Point | None:
 
 
 def least_tau(problem: _Problem, s: Tensor, factor: Tensor) -> float:
-    """`λ_max(JJᵀ + GSGᵀ + M N⁻¹ Mᵀ)`, the least τ for these multipliers (not proved); `factor` is that of the scaled N."""
+    """`λ_max(JJᵀ + GSGᵀ + M N⁻¹ Mᵀ)`, the least τ for these multipliers (not proved); `factor` is that of the scaled N.
+
+    Args:
+        problem: the neurons and the outputs.
+        s: multipliers, one per neuron.
+        factor: lower Cholesky factor, of which the rows and columns of the neurons are read.
+    """
     n = problem.n
     G = problem.D[n:]
     cross = (problem.K[n:, :n] + (G * s) @ problem.D[:n].mT) * s.rsqrt()
@@ -401,7 +413,13 @@ def _proved(maps: Reduced, problem: _Problem, point: _Point, taken: int) -> Mult
 
 
 def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
-    """Whether `‖δf‖ ≤ L‖δx‖` is proved with `s = sigma²` for all maps within `slack` of the stored ones."""
+    """Whether `‖δf‖ ≤ L‖δx‖` is proved with `s = sigma²` for all maps within `slack` of the stored ones.
+
+    Args:
+        maps: of the network on a ball.
+        sigma: roots of the multipliers, one per neuron.
+        L: the constant.
+    """
     n, p = maps.switching, len(maps.slack) - maps.switching
     d = maps.C.shape[1]
     inverse = 1 / torch.cat([sigma, sigma.new_full((p,), L)])

@@ -79,7 +79,13 @@ class Relaxation:
 
 
 def usual_slopes(ball: Ball, k: int, rows: int) -> Relaxation:
-    """The slopes of the lines of `backward`, and a small λ, for each of some rows of node k."""
+    """The slopes of the lines of `backward`, and a small λ, for each of some rows of node k.
+
+    Args:
+        ball: with the lines of its activations.
+        k: index of the node; activations after it are left out.
+        rows: number of rows.
+    """
     relaxation = Relaxation()
     for i, node in ball.network.activations.items():
         if i > k or i not in ball.lines or not isinstance(node.curve, Hinge):
@@ -96,7 +102,12 @@ def usual_slopes(ball: Ball, k: int, rows: int) -> Relaxation:
 
 
 def layer_radius(ball: Ball, k: int) -> float:
-    """ρ with `‖z − ẑ‖₂ ≤ ρ` for the stored center ẑ of node k."""
+    """ρ with `‖z − ẑ‖₂ ≤ ρ` for the stored center ẑ of node k.
+
+    Args:
+        ball: with bounds of differences.
+        k: index of the node.
+    """
     slip = float(torch.linalg.vector_norm(ball.slip[k])) * (1 + 1e-9)
     return inflate(inflate(ball.total[k] * ball.radius) + slip)
 

@@ -104,7 +104,13 @@ def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_map
 
 
 def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
-    """`γ/√(var + ε)` in float64: what a batch norm in evaluation multiplies its channels by."""
+    """`γ/√(var + ε)` in float64: what a batch norm in evaluation multiplies its channels by.
+
+    Args:
+        weight: γ, one per channel; None for 1.
+        var: running variance, one per channel.
+        eps: ε.
+    """
     scale = 1 / (var.double() + eps).sqrt()
     return scale if weight is None else scale * weight.double()
 
@@ -349,7 +355,13 @@ def matmul(call: Call) -> Step:
 
 
 def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
-    """Products with constant matrices, real or complex: the largest spectral norm."""
+    """Products with constant matrices, real or complex: the largest spectral norm.
+
+    Args:
+        call: the node.
+        x: the operand that depends on the input.
+        constant: the other operand, a vector or matrices in its last two dimensions.
+    """
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():

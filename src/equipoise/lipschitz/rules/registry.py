@@ -131,7 +131,12 @@ class Call:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the schema has none of that name."""
+        """The argument, or `default` where the schema has none of that name.
+
+        Args:
+            name: of the argument in the schema.
+            default: returned where there is none.
+        """
         return self.arguments.get(name, default)
 
     @property
@@ -172,7 +177,12 @@ class Call:
     def refuse(
         self, why: str, todo: str = "bound the parts around it separately, or register a rule"
     ) -> NoReturn:
-        """Refuse with the node, its module, its source line, the reason and what to do."""
+        """Refuse with the node, its module, its source line, the reason and what to do.
+
+        Args:
+            why: the reason.
+            todo: what to do instead.
+        """
         raise Refused(f"{where(self.node)}: {self.node.target}: {why}; {todo}")
 
 
@@ -326,7 +336,12 @@ def root(n: int) -> float:
 
 
 def copies(signal: Signal, shape: Shape) -> float:
-    """√ of how often broadcasting to `shape` repeats every entry, rounded up."""
+    """√ of how often broadcasting to `shape` repeats every entry, rounded up.
+
+    Args:
+        signal: the tensor that is broadcast.
+        shape: of the result.
+    """
     times = math.prod(shape) // max(1, signal.numel)
     return root(max(1, times))
 
@@ -334,7 +349,12 @@ def copies(signal: Signal, shape: Shape) -> float:
 def repeated(
     call: "Call", values: Iterable[Any]
 ) -> tuple[tuple[tuple[Signal, float], ...], float, float]:
-    """Tensors and numbers that broadcast to the output: the gains of the signals, the largest constant and the largest entry."""
+    """Tensors and numbers that broadcast to the output: the gains of the signals, the largest constant and the largest entry.
+
+    Args:
+        call: the node, whose output has the shape they broadcast to.
+        values: signals, constant tensors and numbers.
+    """
     gains, fixed = [], 0.0
     for value in values:
         if isinstance(value, Signal):
