@@ -53,7 +53,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
     """
     for weight in weights:
         require_tensor(weight, "a weight of the chain", dims=2)
-    if not weights or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
+    if not len(weights) or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
         raise InputError(
             "a chain needs matrices (out, in), each with as many inputs as the one before it has outputs"
         )
