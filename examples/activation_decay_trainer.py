@@ -72,7 +72,6 @@ for sigma in (1e-6, 0.2):  # as good as none, and one that shows
             trainer.model.eval()(
                 **{key: torch.stack([item[key] for item in TEST]) for key in TEST[0]}
             )
-        square = float(trainer.decay()) / (
-            sigma**2 / 2
-        )  # decay() is (σ²/2)·mean‖h‖² of the latest forward pass
+        # decay() is (σ²/2)·mean‖h‖² of the latest forward pass
+        square = float(trainer.decay()) / (sigma**2 / 2)
     print(f"σ = {sigma:g}: evaluation loss {loss:.3f}, mean ‖h‖² {square:.2f}")

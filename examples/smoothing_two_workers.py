@@ -50,7 +50,6 @@ def main() -> None:
     print("stored in", run.folder, "- see: equipoise derive", run.folder)
 
 
-if (
-    __name__ == "__main__"
-):  # workers are processes: they must be able to import this file without running it
+# workers are processes: they must be able to import this file without running it
+if __name__ == "__main__":
     main()

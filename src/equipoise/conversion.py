@@ -94,9 +94,8 @@ class Rescaled(nn.Module):
             self.factor.fill_(1.0)
             # the same map with its effective weights as constants
             stored: Any = with_effective_weights(self, *_one_sample(example_input))
-            for _ in range(
-                6
-            ):  # once more with the factor, since the last layer's norm is measured with it
+            # once more with the factor, since the last layer's norm is measured with it
+            for _ in range(6):
                 report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
                 if not report.upper > 0 or not math.isfinite(report.upper):
                     raise Refused(

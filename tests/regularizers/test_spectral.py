@@ -127,9 +127,8 @@ def test_the_proved_penalty_never_falls_below_the_norm_while_training(kind):
         for name, value in penalty.norms().items():
             bracket = penalty.brackets(1e-3)[name]
             assert bracket.lower <= value
-            assert value <= max(
-                1.0 if kind == "hinge" else 0.0, 1.25 * bracket.upper
-            )  # borders keep the layer below its symbol
+            # borders keep the layer below its symbol
+            assert value <= max(1.0 if kind == "hinge" else 0.0, 1.25 * bracket.upper)
 
 
 def test_hinge_has_no_pull_below_the_target():

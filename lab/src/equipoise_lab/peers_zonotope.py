@@ -154,9 +154,8 @@ def zonotope_bound(
             alone = all(n is before or uses[n] <= 0 for n in clouds) and uses[before] <= 0
             clouds[node] = _activation(state, call, step, clouds[before], alone)
             state.noise[node] = state.added[node] = (clouds[node].rho, clouds[node].tau)
-            if clouds[node].tau >= exp_up(
-                boxes[node].log
-            ):  # the remainder alone is beyond what the layers give
+            # the remainder alone is beyond what the layers give
+            if clouds[node].tau >= exp_up(boxes[node].log):
                 return math.inf, state
         else:
             clouds[node] = _affine(state, call, step, clouds)

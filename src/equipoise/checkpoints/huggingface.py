@@ -105,10 +105,11 @@ def load_hugging_face(
         lambda: settings_class(**arguments, attn_implementation="eager"), f"{where}: this config"
     )
 
+    # without memory, to count its numbers, tables included
     with (
         torch.device("meta"),
         Budget(math.inf, where, tensors),
-    ):  # without memory, to count its numbers, tables included
+    ):
         sketch = guarded(lambda: builder(settings), f"{where}: this model")
     needed = sum(value.numel() for value in (*sketch.parameters(), *sketch.buffers()))
     if needed > 1.5 * numbers + 10_000_000:

@@ -398,9 +398,8 @@ def resolve(spec: str) -> Any:
         raise InputError(f"a factory is written package.module:factory, got {spec[:200]!r}")
     package = module.partition(".")[0]
     if package not in sys.modules and find_spec(package) is None:
-        sys.path.append(
-            os.getcwd()
-        )  # behind everything installed, and only for a name that nothing installed has
+        # behind everything installed, and only for a name that nothing installed has
+        sys.path.append(os.getcwd())
     target = guarded(lambda: importlib.import_module(module), f"the import of {module!r}")
     for part in attribute.split("."):
         if not hasattr(target, part):

@@ -116,9 +116,8 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     """
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
-    if bool(
-        torch.isfinite(x.sum())
-    ):  # one fast pass: a sum with NaN or an infinity in it is not finite
+    # one fast pass: a sum with NaN or an infinity in it is not finite
+    if bool(torch.isfinite(x.sum())):
         return x
     bad = ~torch.isfinite(x)
     if bool(bad.any()):

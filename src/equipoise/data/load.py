@@ -404,9 +404,8 @@ def _cells(
 ) -> Any:
     """The inputs in some cells: pictures are decoded, lists of numbers must have equal lengths."""
     values = [column[int(row)].as_py() for row in rows]
-    if all(
-        isinstance(value, dict) for value in values
-    ):  # Hugging Face's {bytes, path}; the path is never opened
+    # Hugging Face's {bytes, path}; the path is never opened
+    if all(isinstance(value, dict) for value in values):
         values = [value.get("bytes") for value in values]
     if all(isinstance(value, bytes) for value in values):
         return [

@@ -63,9 +63,8 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
         b: the other.
         radius: of the balls.
     """
-    slack = (
-        1 + 1e-9
-    )  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
+    # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
+    slack = 1 + 1e-9
     gap = _length(a - b) * slack
     inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
     counts = inside & (gap > 1e-140)  # squares may vanish

@@ -395,9 +395,8 @@ def _exporting() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             _ = cudnn.allow_tf32
-        except (
-            RuntimeError
-        ):  # precision was set by the new switches, and the exporter reads the old one
+        # precision was set by the new switches, and the exporter reads the old one
+        except RuntimeError:
             for owner in (cudnn.conv, cudnn.rnn):
                 stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
             cudnn.allow_tf32 = True
@@ -468,9 +467,8 @@ def analyse(program: ExportedProgram) -> Program:
             inputs.append(node)
     if not inputs:
         raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
-    changed = len(
-        program.graph_signature.user_inputs_to_mutate
-    )  # their new values come before the outputs
+    # their new values come before the outputs
+    changed = len(program.graph_signature.user_inputs_to_mutate)
     plain = decompose(program.graph_module.graph, inputs)
     returned = next(n for n in plain.graph.nodes if n.op == "output")
     returned.args = (returned.args[0][changed:],)

@@ -159,9 +159,8 @@ def _image(
             shape[rows] = -1
             half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
         case Pointwise(slopes=(low, _)) if low >= 0:
-            outward = width + 4 * _U * (
-                before.abs() + width
-            )  # covers the rounding of `before ± width`
+            # covers the rounding of `before ± width`
+            outward = width + 4 * _U * (before.abs() + width)
             above = activated(call, step.map, before + outward) - mid
             below = mid - activated(call, step.map, before - outward)
             half = torch.minimum(inflate(torch.maximum(above, below)), half)

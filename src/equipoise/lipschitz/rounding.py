@@ -301,9 +301,8 @@ def _between(
 
 def _is_bounded(call: Call, step: Step) -> bool:
     match step.map:
-        case Pointwise(
-            function=function, everywhere=everywhere
-        ):  # rounding may leave the domain of the slopes
+        # rounding may leave the domain of the slopes
+        case Pointwise(function=function, everywhere=everywhere):
             return function is not None and everywhere and len(step.gains) == 1
         case Largest() | Sorted():
             return bool(step.gains)

@@ -194,12 +194,10 @@ def local_rounding(
         case Pointwise(function=function, hinge=hinge, exact=exact, gain=gain):
             size = next(iter(sizes.values()))
             top = value.abs() + gain * size
-            limits = (
-                2 * u if deployed and hinge is None else 0.0
-            )  # constants are rounded to the dtype
-            ulps = (
-                _ULPS if function is not None else 16 * _ULPS
-            )  # an operation that only the network knows
+            # constants are rounded to the dtype
+            limits = 2 * u if deployed and hinge is None else 0.0
+            # an operation that only the network knows
+            ulps = _ULPS if function is not None else 16 * _ULPS
             off = limits if exact else ulps * u
             rounding = off * (top + size) + (kind.tiny if off else 0.0)
             if deployed and call.node.target is torch.ops.aten.softplus.default:

@@ -288,8 +288,7 @@ class _Verifier:
             offset.append(numbers[n])
         search = Branching(attack, torch.stack(rows), torch.stack(offset), self.deadline)
         proved = search.decide()
-        if all(
-            len(own) == 1 for own, _ in cases
-        ):  # else another row may hold where this one is broken
+        # else another row may hold where this one is broken
+        if all(len(own) == 1 for own, _ in cases):
             self.broken = search.broken
         return proved is True

@@ -34,9 +34,8 @@ def compose(first: Linear, then: Linear) -> Linear | None:
             return _padded(first, then)
         case (Padding(), _) | (_, Padding()):
             return None
-        case Diagonal(), Adjoint(
-            conv=Convolution() as conv
-        ):  # scaling before a transposed convolution: rows of its convolution
+        # scaling before a transposed convolution: rows of its convolution
+        case Diagonal(), Adjoint(conv=Convolution() as conv):
             scaled = _scaled(conv, first, rows=True)
             return Adjoint(scaled) if isinstance(scaled, Convolution) else None
         case Adjoint(conv=Convolution() as conv), Diagonal():
@@ -193,9 +192,8 @@ def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
         replace(axis, left=left, right=right, size=n)
         for axis, (left, right), n in zip(conv.axes, pad.amount, pad.size, strict=True)
     )
-    error = conv.error * math.prod(
-        1 + sum(pair) for pair in pad.amount
-    )  # a padding repeats a pixel at most so often
+    # a padding repeats a pixel at most so often
+    error = conv.error * math.prod(1 + sum(pair) for pair in pad.amount)
     return Convolution(
         conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), inflate(error)
     )

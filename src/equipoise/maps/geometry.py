@@ -143,25 +143,26 @@ def zero_lattice(axis: Axis) -> Lattice | None:
     if axis.size is None:
         return Lattice(taps, phases, length, None)
     assert axis.out is not None
+    # positions y/g that hold a pixel
     first, last = (
         -(-axis.left // g),
         (axis.left + axis.size - 1) // g,
-    )  # positions y/g that hold a pixel
+    )
     if first > last:
         return None
-    spread = (
-        d if s == 1 else 1
-    )  # with s = 1 the coarse offsets are d·a, written as a on a grid of N/d
+    # with s = 1 the coarse offsets are d·a, written as a on a grid of N/d
+    spread = d if s == 1 else 1
     top = (length - 1) * spread
     m0, m1 = first // s, last // s
     j0, j1 = max(0, m0 - top), min(axis.out - 1, m1)
     if j0 > j1:
         return None
     size = max(m1 - j0 + 1, top + 1 + j1 - m0)
+    # coarse positions all of whose phases are pixels
     full0, full1 = (
         -(-first // s),
         (last - s + 1) // s,
-    )  # coarse positions all of whose phases are pixels
+    )
     window = min(full1, axis.out - 1) - max(full0, top) + 1
     window_out = min(full1 - top, axis.out - 1) - full0 + 1
     return Lattice(

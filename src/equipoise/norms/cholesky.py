@@ -191,9 +191,8 @@ def _predicted_spread(G: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
     Every eighth matrix is measured, and of a large one every eighth row: those of one batch are alike.
     """
     n = G.shape[-1]
-    worst = torch.full_like(
-        tau, 1.01 * n
-    )  # with a margin for diagonals that rounding made negative
+    # with a margin for diagonals that rounding made negative
+    worst = torch.full_like(tau, 1.01 * n)
     if n * cholesky_gamma(n, dtype) < NEGLIGIBLE or not len(tau):
         return worst
 
@@ -358,9 +357,8 @@ def krylov(
         w = torch.sub(w, q, alpha=diagonal[j])
         if j:
             w = torch.sub(w, Q[j - 1], alpha=off_diagonal[-1])
-        w = torch.addmv(
-            w, basis.mT, basis.conj() @ w, alpha=-1
-        )  # rounding brings back what the recurrence took out
+        # rounding brings back what the recurrence took out
+        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
         off_diagonal.append(float(torch.linalg.vector_norm(w)))
         if off_diagonal[j] <= breakdown * max(map(abs, diagonal)):
             break
@@ -472,9 +470,8 @@ def _bracket(
     if enough > 0 and start is not None:
         value = max(lower, float(rayleigh_lower(A, v)))
         tau = deflate(deflate(enough) ** 2)
-        aim = (
-            tau if value**2 > 0.8 * tau else value * math.sqrt(tau)
-        )  # a bound with a margin lasts for more steps
+        # a bound with a margin lasts for more steps
+        aim = tau if value**2 > 0.8 * tau else value * math.sqrt(tau)
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 

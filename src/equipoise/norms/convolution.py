@@ -119,9 +119,8 @@ def _by_symbol(
         method = "symbol on the circle"
         pairs = [circular_lattice(axis) for axis in conv.axes]
         factor = math.prod(pair[1] for pair in pairs if pair is not None)
-        if (
-            None in pairs and conv.known
-        ):  # the stride does not divide the size: outputs are a selection of those of stride 1
+        # the stride does not divide the size: outputs are a selection of those of stride 1
+        if None in pairs and conv.known:
             factor = math.prod(_repeats(axis) for axis in conv.axes)
             conv = conv.on(
                 [replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes]
@@ -308,9 +307,8 @@ def materialise(conv: Convolution) -> Tensor:
     pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
     one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
     pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
-    y = one.apply(pixels).reshape(
-        len(pixels), groups, out // groups, ins, -1
-    )  # (pixel, group, out, in, place)
+    # (pixel, group, out, in, place)
+    y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)
     blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
     return torch.block_diag(*blocks) if groups > 1 else blocks[0]
 

@@ -161,9 +161,8 @@ def deflated_bracket(
         return lower, _largest(a, b, cross), Q_next
     d = change.size
     upper = _largest(a, inflate(b + d + change.rounding), cross)
-    if upper > max(
-        enough, (1 + rtol) * lower
-    ):  # what D does to the directions themselves does not count
+    # what D does to the directions themselves does not count
+    if upper > max(enough, (1 + rtol) * lower):
         inside = float(length((Q @ change.D.mT).double())) * (1 - slack)
         inside = max(0.0, inside - 2 * g * d * math.sqrt(k) - lost) / math.sqrt(2 - least)
         d = math.sqrt(max(0.0, d * d * (1 + slack) - inside * inside))

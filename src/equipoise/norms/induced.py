@@ -59,9 +59,8 @@ def map_norm(form: Linear, order: Order) -> Bracket:
         return map_norm(form.conv, "l1" if order == "linf" else "linf")
     if isinstance(form, Diagonal):
         top = float(form.factor.abs().max())
-        return Bracket(
-            max(0.0, top - form.error), inflate(top + form.error), method="exact"
-        )  # the error of the worst factor
+        # the error of the worst factor
+        return Bracket(max(0.0, top - form.error), inflate(top + form.error), method="exact")
     if isinstance(form, Matrix):
         if form.error:
             raise InputError("the rounding of a composed matrix is bounded in ℓ2, not in ℓ1 or ℓ∞")
@@ -73,9 +72,8 @@ def map_norm(form: Linear, order: Order) -> Bracket:
                 "the rounding of a composed convolution is bounded in ℓ2, not in ℓ1 or ℓ∞"
             )
         return _convolution(form, order)
-    ones = torch.ones(
-        1, *form.size, dtype=torch.float64
-    )  # a padding: rows hold one pixel, columns its copies
+    # a padding: rows hold one pixel, columns its copies
+    ones = torch.ones(1, *form.size, dtype=torch.float64)
     if order == "linf":
         return Bracket(1.0, 1.0, method="exact")
     copies = float(form.collect(form.apply(ones)).max())

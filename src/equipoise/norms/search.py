@@ -170,9 +170,8 @@ class Search:
 
     def _choose_dtype(self) -> None:
         """Float32 where its rounding costs less than a third of the tolerance, else float64."""
-        if (
-            0 < self.best < self.target
-        ):  # halfway to what is enough: a bound with room lasts for more steps
+        # halfway to what is enough: a bound with room lasts for more steps
+        if 0 < self.best < self.target:
             self.target = max(
                 self.best * (1 + self.tol) ** 2, math.sqrt(self.best) * math.sqrt(self.target)
             )

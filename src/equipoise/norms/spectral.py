@@ -129,12 +129,10 @@ def _matrix_bracket(
         working_dtype(W.dtype, dtype)
         low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)
         used = "auto"
-    low = low.clamp_max(
-        torch.finfo(torch.float64).max
-    )  # a norm beyond all floats is still a number
-    low = torch.where(
-        low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low
-    )  # rounded among the smallest
+    # a norm beyond all floats is still a number
+    low = low.clamp_max(torch.finfo(torch.float64).max)
+    # rounded among the smallest
+    low = torch.where(low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low)
     pair = complete_pair(W, v)[1:] if vectors else None
     if W.dim() == 2:
         return Bracket(float(low), float(high), rtol, used, "", pair)
@@ -195,10 +193,11 @@ def bracket(form: Linear, cache: Cache) -> Bracket:
                 if isinstance(form, Matrix)
                 else conv_bracket(form, cache.rtol)
             )
+        # keeping the weight keeps its address from being reused
         cache.brackets[key] = (
             weight,
             result,
-        )  # keeping the weight keeps its address from being reused
+        )
     result = cache.brackets[key][1]
     if form.error:
         lower, upper = float(result.lower), float(result.upper)

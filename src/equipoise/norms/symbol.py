@@ -120,9 +120,8 @@ class Symbol:
 
     kernel: Tensor
     offsets: Tensor  # (B, dims) half lattice of autocorrelation offsets, the first is 0
-    correlations: (
-        Tensor | None
-    )  # (g, B, c, c); None: Gram products are formed at every frequency instead
+    # (g, B, c, c); None: Gram products are formed at every frequency instead
+    correlations: Tensor | None
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
     _split: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
@@ -323,9 +322,8 @@ class Symbol:
         """
         if dtype not in self._inner:
             c = self.kernel.shape[2]
-            rows = (
-                part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype)
-            )  # (g, c, B, c)
+            # (g, c, B, c)
+            rows = (part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype))
             self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
         return self._inner[dtype]
 

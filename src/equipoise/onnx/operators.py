@@ -235,9 +235,8 @@ def _softmax(spec: Spec, x: Tensor, *, axis: int | None = None) -> Tensor:
     axis = (1 if axis is None else axis) % max(1, x.dim())
     if axis == x.dim() - 1:
         return function(x, -1)
-    return function(x.flatten(axis), -1).reshape(
-        x.shape
-    )  # all dimensions from `axis` on count as one
+    # all dimensions from `axis` on count as one
+    return function(x.flatten(axis), -1).reshape(x.shape)
 
 
 @operator("Cast", "CastLike")

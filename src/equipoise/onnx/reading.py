@@ -226,9 +226,8 @@ class _Reader:
             proto: the node in the file.
             index: its place in the graph, for the name of a node without one.
         """
-        name = (
-            str(proto.name) or f"{proto.op_type}_{index}"
-        )  # bytes where a damaged name is not UTF-8
+        # bytes where a damaged name is not UTF-8
+        name = str(proto.name) or f"{proto.op_type}_{index}"
         spec = Spec(name, proto.op_type, self.opset, tuple(proto.input), tuple(proto.output))
         if proto.domain not in _OWN_DOMAINS:
             raise spec.refuse(

@@ -394,9 +394,8 @@ class SpectralGuard:
 
     def _bring_back(self, one: Guarded, attempt: int) -> None:
         one.restored += attempt == 0
-        if isinstance(
-            one.tracked, TrackedShards
-        ):  # every process scales its shard by the same number
+        # every process scales its shard by the same number
+        if isinstance(one.tracked, TrackedShards):
             self._scale(one, attempt)
             return
         if _is_leader():

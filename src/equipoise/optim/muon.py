@@ -138,9 +138,8 @@ def add_lookahead(
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = stepped.state[
-                    p
-                ]  # not before the first step: torch's optimizers begin where it is empty
+                # not before the first step: torch's optimizers begin where it is empty
+                state = stepped.state[p]
                 if "slow" not in state:
                     state["slow"], state["ahead"] = start.pop(p, p.detach()).clone(), 0
                 state["ahead"] = (state["ahead"] + 1) % steps

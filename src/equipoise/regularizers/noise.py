@@ -240,9 +240,8 @@ def input_gradient_penalty(
                 )
             total = output.sum()
         else:
-            total = loss(output, y) * len(
-                x
-            )  # the loss is a mean over samples: the sum has the samples' own gradients
+            # the loss is a mean over samples: the sum has the samples' own gradients
+            total = loss(output, y) * len(x)
         (slope,) = torch.autograd.grad(total, x, create_graph=True)
         excess = safe_root(slope.flatten(1).square().sum(1)) - target
         if not two_sided:

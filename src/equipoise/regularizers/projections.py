@@ -139,9 +139,8 @@ def project_(
     require_number(radius, "radius", least=POSITIVE)
     sizes = input_sizes or {}
     layers = select_layers(model, only, names)
-    weights = {
-        name: plain_weight(name, module) for name, module in layers.items()
-    }  # refuse before touching any
+    # refuse before touching any
+    weights = {name: plain_weight(name, module) for name, module in layers.items()}
     return {
         name: _shrink(module, weights[name], p, radius, sizes.get(name))
         for name, module in layers.items()
@@ -153,9 +152,8 @@ def _shrink(
     module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None
 ) -> Bound:
     largest = float(W.abs().max()) if W.numel() else 0.0
-    if math.isfinite(largest) and largest > max(
-        torch.finfo(W.dtype).max / 2**32, 4 * radius
-    ):  # sums may overflow
+    # sums may overflow
+    if math.isfinite(largest) and largest > max(torch.finfo(W.dtype).max / 2**32, 4 * radius):
         W.copy_(rescaled(W)[0] * max(1.0, 4 * radius))  # still outside: only the direction counts
     bound, margin = operator_norm(module, p, size), 0.0
     for _ in range(60):
@@ -191,7 +189,6 @@ def clip_weights_(
     for name, module in select_layers(model, only, names).items():
         W = plain_weight(name, module)
         W.copy_(W.clamp(-limit, limit))
-        over = (
-            W.abs().double() > limit
-        )  # the limit itself may not be representable in the dtype of the weights
+        # the limit itself may not be representable in the dtype of the weights
+        over = W.abs().double() > limit
         W[over] = torch.nextafter(W[over], torch.zeros_like(W[over]))

@@ -104,9 +104,8 @@ class SpectralPenalty:
         self.iterations, self.grid = iterations, grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
-            module_kind(
-                module
-            )  # refuses overridden forwards and hooks: their weight says nothing about their norm
+            # refuses overridden forwards and hooks: their weight says nothing about their norm
+            module_kind(module)
         kernels = {
             name: module
             for name, module in self.layers.items()
@@ -142,9 +141,8 @@ class SpectralPenalty:
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""
-        with (
-            parametrize.cached()
-        ):  # a computed weight is computed once per call, here and with its graph
+        # a computed weight is computed once per call, here and with its graph
+        with parametrize.cached():
             for module in self.layers.values():
                 selection.weight_of(module)
             s = self._norms()

@@ -101,9 +101,8 @@ def random_convolutions(batch: Batch) -> None:
         weight.flatten(2)[..., 1:] = 0  # one tap
 
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Complex modules"
-        )  # converting one warns that they are new
+        # converting one warns that they are new
+        warnings.filterwarnings("ignore", message="Complex modules")
         norm = reference_norm(fill(layer, weight), shape)
         scale = 2.0 ** batch.choose(0, -100, 100)  # exact, beyond the range of the SVD's squares
         compare(batch, fill(layer, weight * scale).to(batch.device), shape, norm * scale)

@@ -46,9 +46,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 AtLeastOne = Annotated[int, Field(ge=1, le=10**9)]
-Few = Annotated[
-    int, Field(ge=1, le=100)
-]  # noisy copies, steps of an attack: each costs a pass through the network
+# noisy copies, steps of an attack: each costs a pass through the network
+Few = Annotated[int, Field(ge=1, le=100)]
 
 
 class Part(BaseModel):

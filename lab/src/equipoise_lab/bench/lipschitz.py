@@ -142,9 +142,8 @@ def audit_row(
         if scattered and isinstance(module, nn.BatchNorm2d):
             module.weight.data.uniform_(0.5, 1.5)
             torch.nn.init.uniform_(module.running_var, 0.5, 1.5)  # type: ignore[arg-type]
-    lipschitz_bound(
-        nn.Linear(2, 2), torch.zeros(1, 2)
-    )  # what the exporter imports is not part of the audit
+    # what the exporter imports is not part of the audit
+    lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))
     x = torch.randn(8, 3, 224, 224)
     with torch.no_grad():
         net(x)

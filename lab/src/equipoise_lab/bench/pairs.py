@@ -188,9 +188,8 @@ def audit(depth: int) -> Maker:
             layers.plain(4).eval() if quick else lipschitz.imagenet_resnet(depth)
         ).requires_grad_(False)
         net, x = net.to(device), torch.randn(batch, 4 if quick else 3, size, size).to(device)
-        lipschitz_bound(
-            nn.Linear(2, 2), torch.zeros(1, 2)
-        )  # what the exporter imports is not part of the audit
+        # what the exporter imports is not part of the audit
+        lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))
         return partial(lipschitz_bound, net, x[:1], rtol=0.05), partial(_forward, net, x)
 
     return make

@@ -72,9 +72,8 @@ def _cases() -> dict[str, Callable[[], Callable[[], Any]]]:
     def audit(build: Callable[[], nn.Module], *shape: int) -> Callable[[], Callable[[], Any]]:
         def make() -> Callable[[], Any]:
             x = torch.rand(1, *shape)
-            return lambda: eq.lipschitz_bound(
-                build().eval(), x, rtol=0.05
-            )  # new weights: no round profits from the last
+            # new weights: no round profits from the last
+            return lambda: eq.lipschitz_bound(build().eval(), x, rtol=0.05)
 
         return make
 

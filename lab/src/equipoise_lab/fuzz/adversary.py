@@ -207,10 +207,11 @@ def _through_jacobians(
     fallback = fallback / size(fallback, "l2")[:, None]
     try:
         J = target.jacobians(points)
+    # no forward derivative of some operation: pairs only
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # no forward derivative of some operation: pairs only
+    ):
         return fallback
     keep = torch.isfinite(J).flatten(1).all(1)
     if not bool(keep.any()):

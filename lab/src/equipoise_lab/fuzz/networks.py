@@ -95,9 +95,8 @@ class Trial:
         self.program, self.seed = program, seed
         self.network = program.build()
         self.target = Target(self.network, program.inputs)
-        batch = (
-            1 + seed % 2 if self.target.together else 1
-        )  # a batch that is mixed is bounded as a whole
+        # a batch that is mixed is bounded as a whole
+        batch = 1 + seed % 2 if self.target.together else 1
         self.example = program.draw(seed, batch=batch)
         self._reached: dict[tuple[float | None, float | None], Findings] = {}
         self._asked: dict[str, Any] = {}

@@ -163,9 +163,8 @@ def play(
         if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())
     ]
     if left:
-        tested(
-            build_data(recipe(left[0], budget).data)
-        )  # data that cannot be read are refused once, not in every cell
+        # data that cannot be read are refused once, not in every cell
+        tested(build_data(recipe(left[0], budget).data))
     for cell, figures in (_in_turn if workers == 0 else _on_ray)(
         left, budget, folder, workers, autoattack
     ):

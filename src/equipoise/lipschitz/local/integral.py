@@ -82,9 +82,8 @@ class Case:
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
     starts: dict[tuple[float, float], Tensor | None] = field(default_factory=dict, repr=False)
     refines: bool = False  # whether intervals refined backward proved what others did not
-    relaxation: Relaxation | None = field(
-        default=None, repr=False
-    )  # of the ball before, to begin with
+    # of the ball before, to begin with
+    relaxation: Relaxation | None = field(default=None, repr=False)
 
     def ball(self, radius: float) -> Ball | None:
         """The enclosure on the ball, computed once."""

@@ -179,9 +179,8 @@ class LocalBound:
             radius: of the ball, in ℓ2.
         """
         outputs = self.run.program.outputs
-        if not any(
-            self.run.facts[o].signal.numel for o in outputs
-        ):  # an empty output stays where it is
+        # an empty output stays where it is
+        if not any(self.run.facts[o].signal.numel for o in outputs):
             return 0.0
         boxes = enclose(self.run, x, radius, self.cache)
         chain = chain_total(self.run)

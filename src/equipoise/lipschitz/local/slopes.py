@@ -130,9 +130,8 @@ def relaxed_bounds(
     """
     spread = list(ball.spread)
     for i in relaxation.lower:
-        spread[i] = torch.zeros_like(
-            ball.low[i]
-        )  # the offset is that of the stored slopes: they are not rounded
+        # the offset is that of the stored slopes: they are not rounded
+        spread[i] = torch.zeros_like(ball.low[i])
 
     def through(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
         if passed is not None:
@@ -151,9 +150,8 @@ def relaxed_bounds(
     if passed is not None:
         passed[0] = A
     bounds = finish(ball, A, constant, error)
-    return torch.where(
-        torch.isfinite(bounds), bounds, -math.inf
-    )  # an optimizer may leave the floats
+    # an optimizer may leave the floats
+    return torch.where(torch.isfinite(bounds), bounds, -math.inf)
 
 
 def _offset(ball: Ball, i: int, A: Tensor, g: Tensor, log_penalty: Tensor | None) -> Tensor:

@@ -269,9 +269,8 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
     scores = _softmax_source(call, a)
     if scores is not None:
         return _attention(call, scores, b)
-    size_a = min(
-        a.norm, inflate(math.sqrt(a.shape[-2]) * a.row)
-    )  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
+    # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
+    size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))
     size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row), _transposed_norm(call, b))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")

@@ -91,9 +91,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, name in enumerate(PROCEDURES):
         line(left, [r["sigma"] for r in rows], [r[name] for r in rows], name, k)
     for k, (name, column) in enumerate((("R_mono", 2), ("R_mult", 1))):
-        table = [
-            row for row in PUBLISHED_TABLE if row[column] < 2
-        ]  # larger ones exceed what 10⁴ draws can certify
+        # larger ones exceed what 10⁴ draws can certify
+        table = [row for row in PUBLISHED_TABLE if row[column] < 2]
         published(
             left, [row[0] for row in table], [row[column] for row in table], f"published: {name}", k
         )

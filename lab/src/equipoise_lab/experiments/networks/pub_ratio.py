@@ -45,9 +45,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for name, arguments, weights in context.steps(settings.networks):
         with torch.random.fork_rng(devices=[]):
             net = network(name, arguments, weights, context).to(context.device)
-        size = (
-            32 if context.dry else arguments.get("input_size", 32)
-        )  # a rehearsal: the network itself, on small images
+        # a rehearsal: the network itself, on small images
+        size = 32 if context.dry else arguments.get("input_size", 32)
         x = torch.zeros(1, 3, size, size, device=context.device)
         work: dict[str, Callable[[], Any]] = {
             "ours": partial(lipschitz_bound, net, x, rtol=0.5 if context.dry else 0.05),

@@ -34,9 +34,8 @@ def singular_values(shape: tuple[int, int], generator: np.random.Generator) -> n
     m, n = max(shape), min(shape)
     a = np.sqrt(generator.chisquare(m - np.arange(n)))
     b = np.sqrt(generator.chisquare(n - 1 - np.arange(n - 1)))
-    squares = eigvalsh_tridiagonal(a**2 + np.append(0, b**2), a[:-1] * b)[
-        ::-1
-    ]  # of B Bᵀ's mirror BᵀB
+    # of B Bᵀ's mirror BᵀB
+    squares = eigvalsh_tridiagonal(a**2 + np.append(0, b**2), a[:-1] * b)[::-1]
     return np.sqrt(np.maximum(squares, 0) / squares[0])
 
 
