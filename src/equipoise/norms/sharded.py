@@ -36,6 +36,9 @@ from equipoise.norms.cholesky import (
 from equipoise.norms.deflation import Change
 from equipoise.norms.tracking import Proof, TrackedNorm
 
+#: entries must be smaller: sums of their squares are finite then
+LARGEST = 1e150
+
 
 def is_sharded(W: Any) -> bool:
     """Whether a tensor is spread over processes."""
@@ -73,15 +76,17 @@ class Shards:
         return torch.stack(parts).sum(0).tolist()
 
     def require_finite(self, local: Tensor, what: str = "weight") -> None:
-        """Refuse NaN and infinities on all processes: one that left alone would let the others wait.
+        """Refuse NaN, infinities and numbers whose squares overflow, on all processes: one that left would let the others wait.
 
         Args:
             local: this process's shard.
             what: how to call the weight in an error.
         """
-        (bad,) = self.sums(float((~torch.isfinite(local)).sum()))
+        (bad,) = self.sums(float((~(local.abs() < LARGEST)).sum()))
         if bad:
-            raise InputError(f"the {what} has {bad:g} non-finite value(s), counted over all shards")
+            raise InputError(
+                f"the {what} has {bad:g} non-finite or too large value(s), counted over all shards"
+            )
 
     def bracket(self, local: Tensor, rtol: float, owner: int = 0) -> tuple[float, float]:
         """`(lower, upper)` of the norm of the whole matrix; to be called by all processes.
