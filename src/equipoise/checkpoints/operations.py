@@ -67,7 +67,7 @@ def find_operation(target: str) -> torch._ops.OpOverload:
     """The operation that a file calls by this name.
 
     Args:
-        target: what stands in the file, e.g. `torch.ops.aten.relu.default`.
+        target: the name in the file, e.g. `torch.ops.aten.relu.default`.
 
     Raises:
         Refused: where it is not one of the operations that a file may call; nothing is looked up under that name.

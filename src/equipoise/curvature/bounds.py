@@ -28,7 +28,7 @@ from equipoise.curvature.hessian import Data, LossHessian
 from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 
-#: relative room for the rounding of float64 sums of squares and products
+#: relative allowance for the rounding of float64 sums of squares and products
 _ROOM = 1 + 1e-9
 Chain = list[tuple[str, nn.Module]]
 
@@ -81,7 +81,7 @@ def hessian_bound_report(
 
     `‖G‖ ≤ mean_i ‖∂²ℓ_i/∂z²‖·Σ_l S_l(x_i)²·D_l²`, where `S_l` bounds the derivative of layer l's output with respect to its own
     weights (`‖h‖`, or `√(‖h‖² + 1)` with a bias) and `D_l` is the product of norms and slopes from there to the logits.
-    Computed in float64, with room for its rounding. Squares are summed, as blocks of columns are; the thesis sums before
+    Computed in float64, with an allowance for its rounding. Squares are summed, as blocks of columns are; the thesis sums before
     squaring.
 
     Args:

@@ -38,7 +38,7 @@ class Source:
         shape: the shape of one input, (channels, height, width) for an image.
         dtype: uint8, float16, float32 or float64.
         read: maps row numbers to the raw inputs of these rows, an array or a list of arrays; can be pickled.
-        scale: the value that stands for 1; by default 255 for bytes and 1 for floats.
+        scale: the value that means 1; by default 255 for bytes and 1 for floats.
     """
 
     count: int
@@ -127,7 +127,7 @@ class Dataset:
             name: used in messages and reports.
             num_classes: as in `from_source`.
             layout: which axes are channels, height and width; see `arrange`.
-            scale: the value that stands for 1.
+            scale: the value that means 1.
         """
         array = arrange(as_array(inputs, f"{name}: the inputs").copy(), name, layout)
         for start in range(0, len(array), 1024):

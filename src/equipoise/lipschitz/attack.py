@@ -128,7 +128,7 @@ def _climbed(
 
 
 def as_function(program: Program) -> Function:
-    """The captured program in float64 on a batch, as the real function it stands for."""
+    """The captured program in float64 on a batch, as the real function it computes."""
 
     def one(sample: Tensor) -> Tensor:
         return torch.cat(

@@ -40,7 +40,7 @@ Examples = tuple[Tensor, ...]
 class Program:
     """The operations between the user's inputs and outputs; `constants` holds the value of every other node.
 
-    `regions` are the calls of modules that bound themselves and are trusted; `notes` say what the example stands for.
+    `regions` are the calls of modules that bound themselves and are trusted; `notes` say what the example represents.
     `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
     `native` are constants as the network itself computes them, where `constants` has them in float64.
     """

@@ -296,14 +296,15 @@ class QKGuard:
         """The number that is held per layer and head: of all batches since the last step, or ceilings for `rung="weights"`."""
         if self.rung == "weights":
             return self.ceilings()
+        numbers = dict(self._values)
         for name, lengths in self._lengths.items():
             if len(lengths) < 2:
                 continue
             layer = self.attentions[name]
             keys = lengths["key"].repeat_interleave(layer.heads // len(lengths["key"]))
             # lengths were computed in single precision or better: a share of 1e-3 covers their rounding up to 10⁴ columns
-            self._values[name] = lengths["query"] * keys * layer.factor() * (1 + 1e-3)
-        return {name: values.tolist() for name, values in self._values.items()}
+            numbers[name] = lengths["query"] * keys * layer.factor() * (1 + 1e-3)
+        return {name: values.tolist() for name, values in numbers.items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -347,7 +348,7 @@ class QKGuard:
     def _watch(self, name: str, layer: Attention) -> None:
         """Hooks that keep the largest length of queries and keys per head."""
 
-        def keep(kind: str, part: Projection, y: Tensor) -> None:
+        def keep(kind: str, y: Tensor) -> None:
             heads = layer.heads if kind == "query" else layer.key_heads or layer.heads
             lengths = y.detach().float().unflatten(-1, (heads, -1)).norm(dim=-1).flatten(0, -2)
             if len(lengths):
@@ -356,7 +357,7 @@ class QKGuard:
         def packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs = dict(zip(("query", "key"), args, strict=False)) | kwargs
             for kind, part in (("query", layer.query), ("key", layer.key)):
-                keep(kind, part, nn.functional.linear(inputs[kind].detach(), *part.parts()))
+                keep(kind, nn.functional.linear(inputs[kind].detach(), *part.parts()))
 
         if isinstance(layer.query.module, nn.MultiheadAttention):
             self._handles.append(
@@ -368,7 +369,7 @@ class QKGuard:
             def hook(
                 module: nn.Module, _: Any, y: Tensor, kind: str = kind, part: Projection = part
             ) -> None:
-                keep(kind, part, y[..., slice(*(part.outputs or (None,)))])
+                keep(kind, y[..., slice(*(part.outputs or (None,)))])
 
             self._handles.append(part.module.register_forward_hook(hook))
 
