@@ -5,16 +5,18 @@ import smoothing_references as slow
 import torch
 
 from equipoise.core import Bound, InputError, Kind, Refused
-from equipoise.smoothing.radii import component_bound, optimal_sigma, vector_bound
 from equipoise_lab.weierstrass import (
     Probit,
+    component_bound,
     gap,
     gaussian_bound,
     lipschitz_local_bound,
+    optimal_sigma,
     range_bound,
     salman_bound,
     smooth_gradient,
     smooth_value,
+    vector_bound,
 )
 
 

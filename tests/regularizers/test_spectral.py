@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from cases import OPERATORS
@@ -216,18 +214,6 @@ def test_statistics_and_mode_are_left_alone_while_sizes_are_read():
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 6), st.floats(1e-3, 1e3))
-def test_tracking_never_exceeds_the_norm(seed, m, n, scale):
-    torch.manual_seed(seed)
-    layer = nn.Linear(n, m, bias=False).double()
-    layer.weight.data *= scale
-    penalty = SpectralPenalty(layer)
-    for _ in range(3):
-        assert penalty().item() <= float(torch.linalg.matrix_norm(layer.weight.detach(), ord=2)) * (1 + 1e-12)
-        layer.weight.data += 0.1 * scale * torch.randn_like(layer.weight)
-
-
 @pytest.mark.parametrize("options", [{}, {"bound": "gram"}], ids=str)
 def test_parametrised_weights_are_read_as_they_are_used(options):
     net = conv_net()
@@ -241,14 +227,3 @@ def test_parametrised_weights_are_read_as_they_are_used(options):
         assert net[2].parametrizations.weight.original1.grad.abs().sum() > 0
     exact = spectral_norm(net[2], input_size=(8, 8))
     assert value.item() == pytest.approx(exact.upper, rel=0.15)
-
-
-def test_a_zero_layer_is_no_trouble():
-    layer = nn.Linear(3, 2, bias=False)
-    layer.weight.data.zero_()
-    for bound in ("tracked", "gram"):
-        penalty = SpectralPenalty(layer, "squares", bound=bound)
-        value = penalty()
-        value.backward()
-        assert value.item() == 0
-        assert layer.weight.grad.isfinite().all()

@@ -116,24 +116,3 @@ def test_levels_that_are_refused(sigma, kind, words):
     for make in (Levels.of, lambda s: SmoothedClassifier(Plane(0).eval(), s, 2)):
         with pytest.raises(kind, match=words):
             make(sigma)
-
-
-def test_answers_use_the_noise_of_the_run(equipoise, tmp_path, monkeypatch):
-    """`predict` of a run with levels per channel draws from them, and data beside the run's grid fails."""
-    x = torch.randint(0, 256, (4, 3, 2, 2), generator=torch.Generator().manual_seed(0)).float() / 255
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
-    program = torch.export.export(net, (torch.zeros(100, 3, 2, 2),))
-    torch.export.save(program, tmp_path / "net.pt2")
-    for name, inputs in (("bytes", x), ("floats", x + 0.0007)):
-        np.savez(tmp_path / f"{name}.npz", x=inputs.numpy(), y=np.zeros(4, dtype=np.int64))
-    bytes_, floats, model = (str(tmp_path / n) for n in ("bytes.npz", "floats.npz", "net.pt2"))
-    made = equipoise(
-        "certify", model, "--data", bytes_, "--sigma", "0.5,0.125,0.25", "--n", "200", "--run", str(tmp_path / "run")
-    )
-    assert made.code == 0, (made.err, made.error)
-    ran = equipoise("predict", str(tmp_path / "run"), "--data", bytes_, "--json")
-    assert ran.code == 0, ran.err
-    assert open_run(tmp_path / "run").settings.channels == (0.5, 0.125, 0.25)
-    ran = equipoise("predict", str(tmp_path / "run"), "--data", floats)
-    assert ran.code == 1
-    assert "failure" in ran.out

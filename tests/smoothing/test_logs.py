@@ -50,11 +50,11 @@ def test_largest_radius_is_that_of_unanimous_votes():
         ("", "header"),
         ("a\tb\n", "header"),
         (HEADER, "no rows"),
-        (HEADER + "0\t1\t2\n", "line 2"),
-        (HEADER + "0\t1\t1\t0.5\t1\tx\n1\tone\t1\t0.5\t1\tx\n", "line 3"),
-        (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "line 2"),
-        (HEADER + "0\t1\t1\tnan\t1\tx\n", "line 2"),
-        (HEADER + "0\t1\t1\t0.5\t7\tx\n", "line 2"),
+        (HEADER + "0\t1\t2\n", "row"),
+        (HEADER + "0\t1\t1\t0.5\t1\tx\n1\tone\t1\t0.5\t1\tx\n", "row 1"),
+        (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "radius"),
+        (HEADER + "0\t1\t1\tnan\t1\tx\n", "radius"),
+        (HEADER + "0\t1\t1\t0.5\t7\tx\n", "correct"),
     ],
 )
 def test_malformed_logs_are_named(tmp_path, text, message):

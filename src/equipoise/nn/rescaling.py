@@ -68,13 +68,12 @@ def check_steps(t: int) -> None:
 def _in_closed_form(K: Tensor, t: int) -> bool:
     """Whether `_Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
     wide = t > 1 and math.prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
-    return not wide and K.device.type != "mps" and bool(largest_exponent(K, 0).abs().amax() <= 30)
+    return not wide and bool(largest_exponent(K, 0).abs().amax() <= 30)
 
 
 def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """`(K·R, R)` by operators that torch differentiates and traces itself."""
     exponent = largest_exponent(K, 0)
-    exponent = exponent.cpu() if K.device.type == "mps" else exponent
     total, log2 = totals(K, exponent, t)
     weighted, majorant = _majorant(K, t, total, log_q)
     present = weighted > 0
@@ -86,7 +85,7 @@ def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tens
     half = (exponent / 2).floor()
     scale = R.reshape(_across(K, False)) * _factor(K) * torch.exp2(half - exponent)
     weight = (K * torch.exp2(-half).to(K)) * scale.to(K)
-    return weight, factors.to(device=K.device, dtype=K.dtype)
+    return weight, factors.to(K.dtype)
 
 
 def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -311,8 +310,7 @@ class SN(Parametrization):
             return symbol_norm(
                 polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid
             )
-        wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
-        blocks = wide.reshape(geometry.groups, -1, geometry.shape[1])
+        blocks = raw.double().reshape(geometry.groups, -1, geometry.shape[1])
         delta = rounding(geometry.shape[0], geometry.shape[1], 1, 1)
         return gram_norm(blocks, self.iterations).amax(), delta
 

@@ -193,15 +193,6 @@ def _batch_norm(
     return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, epsilon)
 
 
-@operator("GroupNormalization")
-def _group_norm(
-    spec: Spec, x: Tensor, scale: Tensor, shift: Tensor, *, num_groups: int, epsilon: float = 1e-5
-) -> Tensor:
-    if scale.numel() != x.shape[1]:  # one number per group before opset 21
-        scale, shift = (v.repeat_interleave(x.shape[1] // num_groups) for v in (scale, shift))
-    return F.group_norm(x, num_groups, scale, shift, epsilon)
-
-
 @operator("LayerNormalization")
 def _layer_norm(
     spec: Spec,
@@ -216,14 +207,6 @@ def _layer_norm(
     return F.layer_norm(
         x, shape, scale.expand(shape), None if shift is None else shift.expand(shape), epsilon
     )
-
-
-@operator("RMSNormalization")
-def _rms_norm(
-    spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5
-) -> Tensor:
-    shape = list(x.shape[axis % x.dim() :])
-    return F.rms_norm(x, shape, scale.expand(shape), epsilon)
 
 
 @operator("Dropout")

@@ -14,14 +14,6 @@ from equipoise.onnx.reading import Spec
 
 # ---- constants ----------------------------------------------------------------------------------------------------------
 
-#: attributes of `Constant` that hold plain numbers
-_PLAIN_CONSTANTS = {
-    "value_float": torch.float32,
-    "value_floats": torch.float32,
-    "value_int": torch.int64,
-    "value_ints": torch.int64,
-}
-
 
 @operator("Constant")
 def _constant(
@@ -33,10 +25,8 @@ def _constant(
     value_int: Any = None,
     value_ints: Any = None,
 ) -> Tensor:
-    if len(spec.attributes) != 1:
-        raise spec.refuse("it does not hold one value")
-    [(name, stored)] = spec.attributes.items()
-    return stored if name == "value" else torch.tensor(stored, dtype=_PLAIN_CONSTANTS[name])
+    [stored] = spec.attributes.values()
+    return torch.as_tensor(stored)
 
 
 @operator("ConstantOfShape")
@@ -125,7 +115,7 @@ def _pad(
     if mode == "constant":
         kept = next((i for i, pair in enumerate(pairs[:-1]) if pair != (0, 0)), len(pairs) - 1)
         return F.pad(x, [n for pair in reversed(pairs[kept:]) for n in pair], value=value or 0.0)
-    names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    names = {"reflect": "reflect", "edge": "replicate"}
     if mode not in names or any(pair != (0, 0) for pair in pairs[:2]) or x.dim() not in (3, 4, 5):
         raise spec.refuse(f"padding mode {mode!r} of {x.dim()} dimensions is not supported")
     return F.pad(x, [n for pair in reversed(pairs[2:]) for n in pair], mode=names[mode])
@@ -202,46 +192,10 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tenso
     )
 
 
-@operator("GatherElements")
-def _gather_elements(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
-    axis = _axis(spec, axis, x)
-    return torch.gather(x, axis, _indices(spec, index, x.shape[axis]))
-
-
-@operator("GatherND")
-def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0) -> Tensor:
-    if batch_dims or not 1 <= index.shape[-1] <= x.dim():
-        raise spec.refuse("batch_dims, or indices of more axes than the tensor has")
-    return x[
-        tuple(
-            _indices(spec, part, n)
-            for part, n in zip(np.moveaxis(index, -1, 0), x.shape, strict=False)
-        )
-    ]
-
-
-@operator("Trilu")
-def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) -> Tensor:
-    return (torch.triu if upper else torch.tril)(x, int(k or 0))
-
-
 # ---- resampling ---------------------------------------------------------------------------------------------------------
 
 
-@operator("Upsample")
-def _upsample(spec: Spec, x: Tensor, scales: list[float], *, mode: str = "nearest") -> Tensor:
-    return _resize(
-        spec,
-        x,
-        None,
-        scales,
-        mode=mode,
-        coordinate_transformation_mode="asymmetric",
-        nearest_mode="floor",
-    )
-
-
-@operator("Resize")
+@operator("Resize", "Upsample")
 def _resize(
     spec: Spec,
     x: Tensor,

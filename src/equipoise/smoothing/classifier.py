@@ -23,7 +23,7 @@ from equipoise.core.checks import (
     require_one_of,
     require_tensor,
 )
-from equipoise.smoothing.bounds import Moments
+from equipoise.smoothing.bounds import Moments, bucket_scores
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.noise import (
@@ -167,22 +167,16 @@ class SmoothedClassifier:
             input_id: key of the noise.
             keep: whether to return the bucket scores (1, n, B) too.
         """
-        shift = torch.from_numpy(plan.shift[0]).to(x.device)
-        to_bucket = torch.zeros(self.num_classes, len(shift), dtype=torch.float64, device=x.device)
-        to_bucket[torch.arange(self.num_classes), torch.from_numpy(plan.partition.labels()[0])] = (
-            1.0
-        )
-        sums = torch.zeros(3, len(shift), dtype=torch.float64, device=x.device)
-        samples: list[Tensor] = []
+        sums = np.zeros(())
+        samples: list[Floats] = []
         for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
-            scores = scores_of(chosen, out) @ to_bucket
+            scores = bucket_scores(scores_of(chosen, out).cpu().numpy()[None], plan.partition)
+            part = Moments.of(scores, plan.shift)
+            sums = sums + np.stack([part.first, part.second, part.cross])
             if keep:
-                samples.append(scores.cpu())
-            z = scores - shift
-            sums += torch.stack([z.sum(0), (z * z).sum(0), (z * z[:, :1]).sum(0)])
-        first, second, cross = (s[None, :] for s in sums.cpu().numpy())
-        kept = torch.cat(samples).clamp_(0, 1).numpy()[None] if keep else None
-        return Moments(np.array([float(n)]), plan.shift, first, second, cross), kept
+                samples.append(scores)
+        kept = np.concatenate(samples, axis=1) if keep else None
+        return Moments(np.array([float(n)]), plan.shift, *sums), kept
 
     # ---- answers --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ every theorem about real Gaussian noise holds for it. At a point x of the grid `
     P(k) = Φ((k + ½)h/σ) − Φ((k − ½)h/σ),
 
 which no longer depends on x. They are drawn by inversion of a uniform 64-bit word: the distribution function is a table of
-64-bit thresholds, computed once with 40 digits and rounded down. With K cells the total variation per coordinate is at
+64-bit thresholds, computed once with 80 digits and rounded down. With K cells the total variation per coordinate is at
 most K·2⁻⁶³: each of the K − 1 thresholds is off by less than 2⁻⁶⁴, and the mass beyond the last cell, which has a
 probability below 2⁻⁶⁴ on either side, is put into it. Most words are decided by their first 16 bits: a table of 2¹⁶ entries
 holds the value, or says that a threshold cuts this entry; then 48 more bits are drawn and the threshold is searched. So a
@@ -238,8 +238,8 @@ def on_bytes(x: NDArray[np.float64]) -> bool:
 def _law(sigma: float, cells: float) -> Law:
     """Thresholds ⌊2⁶⁴·Φ(−(k + ½)h/σ)⌋ and their mirror images, and the guide table.
 
-    40 digits leave an error far below one unit of the 64-bit threshold,
-    and a value too near a whole number to be rounded safely is computed again with 80.
+    80 digits leave an error far below one unit of the 64-bit threshold; a value too near a whole number to be rounded
+    safely is refused.
     """
     tail: list[int] = []
     while not tail or tail[-1] > 0:
@@ -257,20 +257,14 @@ def _law(sigma: float, cells: float) -> Law:
 def _threshold(k: int, sigma: float, cells: float) -> int:
     import mpmath  # slow to load, and not needed for float noise
 
-    for digits in (40, 80, 160):
-        with mpmath.workdps(digits):
-            z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
-            scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
-            whole = int(mpmath.floor(scaled))
-            if (
-                mpmath.mpf(10) ** (25 - digits)
-                < scaled - whole
-                < 1 - mpmath.mpf(10) ** (25 - digits)
-            ):
-                return whole
-    raise InputError(
-        f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
-    )
+    with mpmath.workdps(80):
+        z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
+        scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
+        if abs(scaled - mpmath.nint(scaled)) < mpmath.mpf(10) ** -50:
+            raise InputError(
+                f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
+            )
+        return int(mpmath.floor(scaled))
 
 
 NoiseName = Literal["grid", "float"]
