@@ -126,11 +126,6 @@ def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:
     return found
 
 
-def row_id(value: Any) -> str | None:
-    """Names for pytest."""
-    return value.name if isinstance(value, LayerCase) else None
-
-
 def geometries(case: LayerCase, kind: str) -> list[dict[str, Any]]:
     """Padding mode × stride × groups as far as the case accepts them; one empty row for dense layers."""
     if kind == "linear":

@@ -29,15 +29,8 @@ from equipoise.nn.models import build, input_shape
 from equipoise.nn.parametrize import Computed, ComputedLayer
 
 SLL = {"in_channels": 1, "input_size": 8, "channels": 4, "depth": 2, "dense_depth": 1, "hidden": 8, "num_classes": 3}
-ORTHOGONAL = {
-    "in_channels": 1,
-    "input_size": 8,
-    "channels": [2],
-    "depths": [1],
-    "hidden": 8,
-    "num_classes": 3,
-    "head": "sr",
-}
+ORTHOGONAL = {**SLL, "channels": [2], "depths": [1], "head": "sr"}
+del ORTHOGONAL["depth"], ORTHOGONAL["dense_depth"]
 
 
 def parts():

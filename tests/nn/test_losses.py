@@ -114,8 +114,6 @@ def test_every_loss_has_a_gradient_also_for_the_constant(name):
 @given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), st.floats(1e-3, 1e3))
 @settings(max_examples=200, deadline=None)
 def test_radii_are_rounded_down(row, lipschitz):
-    from fractions import Fraction
-
     z = torch.tensor([row], dtype=torch.float64)
     found = float(margin_radius(z, torch.tensor([0]), lipschitz)[0])
     gap = min(Fraction(row[0]) - Fraction(v) for v in row[1:])

@@ -26,18 +26,10 @@ SMALL = {
     "cnn": {**GREY, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
     "sll": {**GREY, "channels": 8, "depth": 3, "dense_depth": 1, "hidden": 16, "constant": 2.0},
     "sll_tiny": GREY,
-    "lipschitz_cnn": {
-        **GREY,
-        "channels": [4, 8],
-        "depths": [1, 2],
-        "hidden": 12,
-        "dense": "bcop",
-        "mean": [0.5],
-        "mirrored": True,
-        "head": "sr",
-    },
+    "lipschitz_cnn": {**GREY, "channels": [4, 8], "depths": [1, 2], "hidden": 12, "dense": "bcop", "head": "sr"},
     "liresnet": {**GREY, "channels": 8, "depth": 2, "dense_depth": 1, "hidden": 16, "head": "sr"},
 }
+SMALL["lipschitz_cnn"] |= {"mean": [0.5], "mirrored": True}
 SMALL["bronet"] = {**SMALL["liresnet"], "rank": 0.25}
 LARGE = {"sll_small", "sll_medium", "sll_large", "sll_xlarge"}  # checked by their number of blocks only
 

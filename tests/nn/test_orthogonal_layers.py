@@ -143,18 +143,6 @@ def test_stays_a_contraction_under_attack(case: Case, dtype: torch.dtype, steps:
     assert 0.6 <= float(found[0]) <= LIMIT  # the attack was one, and failed
 
 
-def ones(raw: Tensor) -> Tensor:
-    return torch.ones_like(raw)
-
-
-def nearly_rank_one(raw: Tensor) -> Tensor:
-    return torch.ones_like(raw) + 1e-6 * raw
-
-
-def wild(raw: Tensor) -> Tensor:
-    return raw * torch.logspace(-15, 15, raw.numel(), dtype=raw.dtype).reshape(raw.shape)
-
-
 def one_entry(raw: Tensor) -> Tensor:
     found = torch.zeros_like(raw)
     found.view(-1)[-1] = 3.0
@@ -176,9 +164,9 @@ RAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda raw: torch.finfo(raw.dtype).max * raw.sign(),
     "tiny": lambda raw: 1e-20 * raw,
     "zero": torch.zeros_like,
-    "ones": ones,
-    "nearly-rank-one": nearly_rank_one,
-    "wild": wild,
+    "ones": torch.ones_like,
+    "nearly-rank-one": lambda raw: torch.ones_like(raw) + 1e-6 * raw,
+    "wild": lambda raw: raw * torch.logspace(-15, 15, raw.numel(), dtype=raw.dtype).reshape(raw.shape),
     "one-entry": one_entry,
     "minus-identity": minus_identity,
 }

@@ -122,7 +122,7 @@ CASES |= {
     "Conv 1d": one("Conv", (2, 3, 9), numbers(5, 3, 3), pads=[1, 1]),
     "Conv 3d": one("Conv", (1, 2, 4, 4, 4), numbers(3, 2, 2, 2, 2)),
     "ConvTranspose": one("ConvTranspose", IMAGE, numbers(4, 3, 3, 3), numbers(6), group=2, strides=[2, 2],
-                         pads=[1, 0, 1, 1], output_padding=[1, 0]),
+                         pads=[1, 0, 1, 0], output_padding=[1, 0]),
     "MaxPool": one("MaxPool", IMAGE, kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 0]),
     "MaxPool ceil": one("MaxPool", IMAGE, kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1),
     "MaxPool uneven": one("MaxPool", IMAGE, kernel_shape=[3, 3], strides=[2, 2], pads=[0, 1, 1, 1], dilations=[1, 1]),
@@ -153,7 +153,6 @@ CASES |= {
     "Pad reflect": one("Pad", IMAGE, whole(0, 0, 1, 2, 0, 0, 0, 1), mode="reflect"),
     "Pad edge": one("Pad", IMAGE, whole(0, 0, 1, 2, 0, 0, 0, 1), mode="edge"),
     "Pad-2": one("Pad", IMAGE, opset=9, pads=[0, 0, 1, 2, 0, 0, 0, 1], value=0.25),
-    "DepthToSpace": one("DepthToSpace", IMAGE, blocksize=2),
     "DepthToSpace crd": one("DepthToSpace", IMAGE, blocksize=2, mode="CRD"),
     "Upsample": one("Upsample", IMAGE, np.array([1, 1, 2, 3], dtype=np.float32), opset=9, mode="nearest"),
     "Softmax-11": one("Softmax", IMAGE, opset=11, axis=1),
@@ -196,7 +195,7 @@ WRITTEN: dict[str, tuple[bytes, float | None]] = {
 }  # fmt: skip
 #: operators that meet constants only, or that onnxruntime does not compare
 UNTESTED = {
-    "Constant", "Range", "Cast", "GreaterOrEqual", "Asin", "Acos", "Atanh", "Acosh", "Equal", "Size", "Less", "LessOrEqual",
+    "Constant", "Cast", "GreaterOrEqual", "Asin", "Acos", "Atanh", "Acosh", "Equal", "Size", "Less", "LessOrEqual",
     "And", "Or", "Not",
 }  # fmt: skip
 

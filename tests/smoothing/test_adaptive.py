@@ -40,16 +40,6 @@ def test_risk_at_any_stopping_time():
         assert certified.mean() > ALPHA / 20, "and it is not idle"
 
 
-def test_checking_a_fixed_n_test_again_and_again_is_caught():
-    """The same check has power: Clopper–Pearson looked at after every chunk breaks its level."""
-    from equipoise.smoothing import clopper_pearson
-
-    rng = np.random.default_rng(1)
-    steps = rng.binomial(20, 0.9, (4000, 100)).cumsum(axis=1)
-    low = clopper_pearson(steps, 20 * np.arange(1, 101), ALPHA, "lower")
-    assert _too_many((low > 0.9).any(axis=1))
-
-
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
 def test_target_probability_reaches_the_radius_and_no_smaller_one_does(epsilon):
     p0 = target_probability(epsilon, 0.5)

@@ -11,7 +11,7 @@ from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.runs import certify, open_run
-from equipoise.smoothing import SmoothedClassifier, Stream
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
 from equipoise.smoothing.noise import Levels
 
 LEVELS = [0.5, 0.125, 0.25]
@@ -71,8 +71,6 @@ def test_a_lipschitz_constant_is_stretched():
     # 1-Lipschitz; moves along the first channel
     net[1].weight.copy_(torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]) / 2**0.5)
     x = torch.tensor([-0.3, 0, 0]).reshape(1, 3, 1, 1)
-    from equipoise.smoothing import SimplexMap
-
     smooth = SmoothedClassifier(net, LEVELS, 2, seed=1, map=SimplexMap("sparsemax", 1.0))
     found = smooth.certify(x, n=4000, lipschitz=1.0)
     assert 0 < float(found.radius[0]) * 4 <= 0.3

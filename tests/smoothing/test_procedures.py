@@ -92,19 +92,6 @@ def test_batch_equals_one_by_one(procedure: str):
             assert int(single.prediction) == batch.prediction[i, j]
 
 
-def test_moments_match_numpy():
-    rng = np.random.default_rng(4)
-    z = rng.dirichlet(np.ones(4), (3, 500))
-    shift = np.full((3, 4), 0.25)
-    whole = Moments.of(z, shift)
-    np.testing.assert_allclose(whole.mean, z.mean(axis=1), atol=1e-14)
-    np.testing.assert_allclose(whole.var, z.var(axis=1, ddof=1), rtol=1e-9)
-    h = (1 + z[:, :, :1] - z) / 2
-    mean, var = whole.gap
-    np.testing.assert_allclose(mean, h.mean(axis=1), atol=1e-14)
-    np.testing.assert_allclose(var[:, 1:], h.var(axis=1, ddof=1)[:, 1:], rtol=1e-9)
-
-
 def test_moments_do_not_cancel():
     """Scores within 1e-9 of 0.9: the variance is 1e-18-sized and still right."""
     rng = np.random.default_rng(5)
@@ -137,15 +124,6 @@ def test_constant_scores_have_an_infinite_radius_and_certificates_say_what_they_
     found = certify_scores(scores[:, :10], scores, 0.5, 0.01, lipschitz=0.0)
     assert np.isinf(found.radius[0])
     assert "Not covered" in found.about
-
-
-def test_accuracy_and_average_radius():
-    result = certify_counts([[90, 10], [10, 90]], [[990, 10], [10, 990]], 0.5, 0.001, "cohen")
-    assert result.accuracy([0, 0], 0.0) == 0.5
-    assert result.accuracy([0, 1], [0.0, 100.0]).tolist() == [1.0, 0.0]
-    assert result.average_radius([0, 0]) == pytest.approx(result.radius[0] / 2)
-    with pytest.raises(InputError):
-        result.accuracy([0])
 
 
 def test_bad_input_is_refused():

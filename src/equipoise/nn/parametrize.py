@@ -91,7 +91,12 @@ class Computed(nn.Module):
     def _exact(self, args: tuple[Any, ...]) -> Tensors:
         """`g` in full precision, with its graph; not cached."""
         device = next((t.device.type for t in self._tensors(args)), "cpu")
-        with _without_autocast(device), _full_precision():
+        autocast: Any = contextlib.nullcontext()
+        if torch.is_autocast_enabled(device):  # else nothing, so that graphs stay plain
+            autocast = torch.autocast(device, enabled=False)
+        # backend switches cannot be traced; the compiled graph follows the global ones
+        precise = contextlib.nullcontext() if torch.compiler.is_compiling() else full_precision()
+        with autocast, precise:
             return self.compute(*args)
 
     def _evaluated(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors:
@@ -253,18 +258,6 @@ def _refuse_half(name: str, tensors: Tensors) -> None:
                 f"{name} holds {tensor.dtype} parameters: a rounded weight has no guarantee; keep it in float32 (under "
                 "autocast it stays there), or convert the result of equipoise.export"
             )
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Leave autocast; nothing at all when autocast is off, so that graphs stay plain."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _full_precision() -> contextlib.AbstractContextManager[Any]:
-    # backend switches cannot be traced; the compiled graph follows the global ones
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else full_precision()
 
 
 def is_plain_call(tensor: Tensor) -> bool:

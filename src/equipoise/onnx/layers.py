@@ -123,12 +123,10 @@ def _conv_transpose(
     if window.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise spec.refuse("auto_pad is not supported here; export with explicit pads")
     strides, dilations, pairs = _window(spec, x, list(weight.shape[2:]), **window)
-    least = [min(pair) for pair in pairs]
-    result = run(x, weight, bias, strides, least, output_padding or 0, group, dilations)
-    for axis, (before, after) in enumerate(pairs, 2):  # padding cuts entries off the result
-        cut = before + after - 2 * least[axis - 2]
-        result = result.narrow(axis, before - least[axis - 2], result.shape[axis] - cut)
-    return result
+    if not _is_even(pairs):
+        raise spec.refuse("uneven padding is not supported here")
+    padding = [before for before, _ in pairs]
+    return run(x, weight, bias, strides, padding, output_padding or 0, group, dilations)
 
 
 @operator("MaxPool")

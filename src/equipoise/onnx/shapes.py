@@ -35,15 +35,6 @@ def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Te
     return value.reshape(()).expand(bounded(spec, shape)).clone()
 
 
-@operator("Range")
-def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = start.item(), limit.item(), step.item()
-    if by == 0:
-        raise spec.refuse("its step is 0")
-    bounded(spec, [max(0, math.ceil((last - first) / by))])
-    return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
-
-
 # ---- shapes -------------------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +114,9 @@ def _pad(
 
 @operator("DepthToSpace")
 def _depth_to_space(spec: Spec, x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tensor:
-    n, c, h, w = x.shape
-    if mode == "CRD":
-        return F.pixel_shuffle(x, blocksize)
-    small = c // blocksize**2
-    parts = x.reshape(n, blocksize, blocksize, small, h, w).permute(0, 3, 4, 1, 5, 2)
-    return parts.reshape(n, small, h * blocksize, w * blocksize)
+    if mode != "CRD":
+        raise spec.refuse(f"mode {mode!r} is not supported; export with mode CRD")
+    return F.pixel_shuffle(x, blocksize)
 
 
 # ---- entries by their place ---------------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from equipoise.smoothing.bounds import Moments, bucket_scores
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.noise import (
-    FloatNoise,
-    GridNoise,
     Levels,
+    Noise,
     NoiseName,
     NoiseSpec,
     Sigma,
@@ -406,13 +405,11 @@ class SmoothedClassifier:
         if self.noise == "grid":
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
-    def _law(self, x: Tensor) -> FloatNoise | GridNoise:
-        self._choose_noise(x)
+    def _law(self, x: Tensor) -> Noise:
+        spec = self.noise_spec(x[None])
         self.levels.require_channels(x.shape)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.cells is None:
-            return FloatNoise(self.levels, exact)
-        return GridNoise(self.noise_spec(x[None]).grids, exact)
+        return Noise(self.levels, spec.grids, exact)
 
     def round_constant(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""

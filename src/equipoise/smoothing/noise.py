@@ -168,11 +168,6 @@ class Grid:
         """The tables, made once per level and grid."""
         return _law(self.sigma, self.cells)
 
-    @property
-    def reach(self) -> int:
-        """The largest integer that can be drawn."""
-        return -self.law.lowest
-
     def variation(self, dimension: int) -> float:
         """Bound of the total variation between the drawn noise of `dimension` coordinates and the rounded Gaussian."""
         return float(np.nextafter(dimension * self.law.cells * 2.0**-63, 1.0))
@@ -268,7 +263,6 @@ def _threshold(k: int, sigma: float, cells: float) -> int:
 
 
 NoiseName = Literal["grid", "float"]
-MAX_CHUNKS = 1 << 29
 GENERATOR = "Philox4x64-10 keyed by BLAKE2b"
 
 
@@ -294,8 +288,6 @@ def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int
     >>> len(keys), max(keys) < 1 << 128
     (1200, True)
     """
-    if not 0 <= chunk < MAX_CHUNKS:
-        raise InputError(f"chunk must lie in [0, {MAX_CHUNKS}), got {chunk}")
     name = f"{seed}/{int(stream)}/{chunk}/{type(input_id).__name__}:{input_id}".encode()
     return int.from_bytes(
         hashlib.blake2b(name, digest_size=16, person=b"equipoise noise").digest(), "big"
@@ -312,36 +304,11 @@ def fresh_seed() -> int:
     return secrets.randbits(63)
 
 
-def _on_host(buffer: Tensor) -> Tensor:
-    """Where NumPy can write: the buffer itself, or one of its shape."""
-    return buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-
-
 @dataclass(frozen=True)
-class FloatNoise:
-    """`x + σ·g` in floating point; g in float32 or, with `dtype`, in float64."""
+class Noise:
+    """`x + σ·g` in floating point, or on grids (one, or one per channel, all of one step) `(k_x + k)·h` with integers k."""
 
     levels: Levels
-    dtype: torch.dtype
-
-    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
-        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype.
-
-        Args:
-            buffer: tensor (chunk, *x.shape).
-            x: the input.
-            key: of the generator.
-        """
-        host = _on_host(buffer)
-        out = host.numpy()
-        np.random.Generator(philox(key)).standard_normal(dtype=out.dtype, out=out)
-        return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
-
-
-@dataclass(frozen=True)
-class GridNoise:
-    """`(k_x + k)·h` with exact integer noise k, x rounded to the grid once; one grid, or one per channel (all of one step)."""
-
     grids: tuple[Grid, ...]
     dtype: torch.dtype
 
@@ -350,18 +317,22 @@ class GridNoise:
 
         Args:
             buffer: tensor (chunk, *x.shape).
-            x: the input.
+            x: the input; rounded to the grid once.
             key: of the generator.
         """
+        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        out, bits = host.numpy(), philox(key)
+        if not self.grids:
+            np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
+            return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
+
         first = self.grids[0]
         place = first.integers(x.detach().cpu().double().numpy())
         exact = 2 / torch.finfo(self.dtype).eps  # whole numbers below are exact
-        if np.abs(place).max(initial=0) + max(g.reach for g in self.grids) >= exact:
+        if np.abs(place).max(initial=0) - min(g.law.lowest for g in self.grids) >= exact:
             raise InputError(
                 f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
             )
-        host, bits = _on_host(buffer), philox(key)
-        out = host.numpy()
         if len(self.grids) == 1:
             first.draw(bits, out)
         else:

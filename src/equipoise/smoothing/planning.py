@@ -29,7 +29,7 @@ from equipoise.smoothing.bounds import (
     margin_bounds,
     moment_bounds,
 )
-from equipoise.smoothing.intervals import log_e_value
+from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, log_e_value
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
 from equipoise.smoothing.radii import radius_mono, radius_multi
@@ -243,25 +243,21 @@ def _joint_radius(
 
 def _margin_ends(p1: Floats, p2: Floats, n: int, alpha: float) -> tuple[Floats, Floats]:
     """Empirical Bernstein for the margin of n votes."""
-    h = (1 + p1 - p2) / 2
     var = (p1 + p2 - (p1 - p2) ** 2) / 4
-    log = np.log(2 / alpha)
-    low = h - np.sqrt(2 * var * log / n) - 7 * log / (3 * (n - 1))
+    low = empirical_bernstein((1 + p1 - p2) / 2, var, n, alpha, "lower")
     return low, 1 - low
 
 
 def _binomial_ends(p1: Floats, p2: Floats, n: int, keys: Floats) -> tuple[Floats, Floats]:
-    """Clopper–Pearson without rounding, for n votes at the risks of the keys."""
-    several, top, rival = keys[:, 3] > 2, keys[:, 4], keys[:, 5]
-    low = betaincinv(np.maximum(n * p1, 1e-9), n * (1 - p1) + 1, top)
-    up = betaincinv(n * p2 + 1, np.maximum(n * (1 - p2), 1e-9), 1 - rival)
-    return low, np.where(several, np.minimum(1 - low, up), 1 - low)
+    """Clopper–Pearson for n votes at the risks of the keys."""
+    low = clopper_pearson(np.floor(n * p1), n, keys[:, 4], "lower")
+    up = clopper_pearson(np.ceil(n * p2), n, keys[:, 5], "upper")
+    return low, np.where(keys[:, 3] > 2, np.minimum(1 - low, up), 1 - low)
 
 
 def _plain_radius(low: Floats, up: Floats, noise: Gaussian) -> Floats:
     """Cohen's radius; where there is none, the (negative) gap."""
-    low, up = np.clip(low, 0, 1), np.clip(up, 0, 1)
-    return np.where(low > up, radius_multi(low, up, noise.sigma), low - up)
+    return _rating(Bounds(low, up, radius_multi(low, up, noise.sigma)))
 
 
 def plausible(

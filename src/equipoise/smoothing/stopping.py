@@ -56,28 +56,27 @@ def certify_adaptive(
             f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify"
         )
     row, spec = find_procedure(procedure), classifier.noise_spec(x)
-    own = spec.setting(alpha, "")
-    epsilon = target_radius + float(own.distance)
+    setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
+    epsilon = target_radius + setting.distance
     parts, verdicts = [], []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
         selection = classifier.counts(xi, n0, input_id=name, stream=Stream.SELECTION).astype(
             np.float64
         )
         order = np.argsort(-selection, kind="stable")
-        test = TargetTest.of(row, selection[order], epsilon, own.noise)
+        test = TargetTest.of(row, selection[order], epsilon, setting.noise)
         counts, draws = np.zeros(len(order), dtype=np.int64), 0
         verdict: Verdict = "undecided"
         for out in classifier.logits(xi, n_max, input_id=name, stream=Stream.ESTIMATION):
             counts += count_votes(out).cpu().numpy()
             draws += len(out)
             votes = counts[order]
-            verdict = _verdict(test, votes, draws, epsilon, own)
+            verdict = _verdict(test, votes, draws, epsilon, setting)
             if verdict != "undecided":
                 break
         stopped = Votes(selection[None], counts[None].astype(np.float64), np.array([float(draws)]))
-        parts.append(([k], derive(Stopped(stopped, target_radius), row, own)))
+        parts.append(([k], derive(Stopped(stopped, target_radius), row, setting)))
         verdicts.append(verdict)
-    setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
     whole = joined(parts, len(x), "adaptive", setting)
     whole.details.update(verdicts=verdicts, target_radius=target_radius)
     return whole
