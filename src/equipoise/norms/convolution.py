@@ -37,8 +37,6 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution
 from equipoise.norms.cholesky import (
     dense_bracket,
-    has_converged,
-    krylov,
     lanczos,
     random_start,
     single_thread,
@@ -355,7 +353,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     first, calls = random_start(columns, quick.weight), 6
     if start is not None and bool(start.to(quick.weight).any()):  # not all of it vanished
         first, calls = start.to(quick.weight).flatten(), 2
-    v = krylov(multiply, first, steps, has_converged(rtol / 10, calls, target), every=1).top()
+    v = lanczos(multiply, first, steps, rtol / 10, calls, target, every=1)
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)
