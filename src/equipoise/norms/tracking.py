@@ -187,6 +187,8 @@ class TrackedNorm:
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         """The numbers that are computed with."""
+        if W.is_complex():
+            raise InputError(f"expected real numbers, got {what} in {W.dtype}")
         return W.detach().to(working_dtype(W.dtype))
 
     def _distance(self, difference: Tensor, size: float) -> float:
@@ -259,10 +261,8 @@ class TrackedMatrix(TrackedNorm):
         self.T, self.rest = self.Q, math.inf
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
-        if W.dim() != 2 or W.is_complex():
-            raise InputError(
-                f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}"
-            )
+        if W.dim() != 2:
+            raise InputError(f"expected a matrix, got {what} of shape {tuple(W.shape)}")
         A = super()._prepared(W, what)
         return small_side(A) if A.numel() else require_finite(A, what)
 

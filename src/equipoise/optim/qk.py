@@ -127,7 +127,7 @@ class Folded:
     length: float
 
 
-def _folded(part: Projection, norm: nn.Module | float, heads: int) -> list[Folded]:
+def _folded(part: Projection, norm: Any, heads: int) -> list[Folded]:
     W, bias = part.parts()
     W = require_finite(W.double().cpu(), "weight of a projection")
     shift = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.double().cpu()
@@ -230,12 +230,12 @@ class QKGuard:
             raise InputError(
                 "the model has no attention layer that is recognised; name them in attentions="
             )
-        unknown = [name for name, layer in self.attentions.items() if layer.norm is None]
-        if rung == "weights" and unknown:
-            raise InputError(
-                f"nothing is known of the inputs of {unknown[0]!r}: name the normalisation in front of it, or a bound of "
-                f"their length, in norms={{{unknown[0]!r}: ...}}"
-            )
+        for name, layer in self.attentions.items():
+            if rung == "weights" and layer.norm is None:
+                raise InputError(
+                    f"nothing is known of the inputs of {name!r}: name the normalisation in front of it, or a bound of "
+                    f"their length, in norms={{{name!r}: ...}}"
+                )
         self.steps = 0
         self.rescaled = 0
         #: largest numbers per head since the last step, by layer: lengths of queries and keys, or logits
@@ -366,25 +366,22 @@ def _read_attentions(
 
 def _read_attention(module: Any) -> Attention | None:
     """Projections and heads of a module of known structure; None for other modules."""
-    if isinstance(module, nn.MultiheadAttention):
-        packed, names, heads = module, ("in_proj_weight", "in_proj_bias"), module.num_heads
-        if module.in_proj_weight is None:
-            return None
-    else:
-        packed, names = getattr(module, "c_attn", None), ("weight", "bias")
-        holders = (module, getattr(module, "config", None))
-        counts = [getattr(x, "num_attention_heads", None) for x in holders]
-        heads = next((n for n in (*counts, getattr(module, "num_heads", None)) if n), None)
+    packed: Any = getattr(module, "c_attn", None)
+    names = ("weight", "bias")
+    config = getattr(module, "config", None)
+    counts = [getattr(x, "num_attention_heads", None) for x in (module, config)]
+    heads = next((n for n in (*counts, getattr(module, "num_heads", None)) if n), None)
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        packed, names = module, ("in_proj_weight", "in_proj_bias")
     # products with normalised queries or with positions are another function of the weights
     relative = getattr(module, "position_embedding_type", "absolute") not in ("absolute", None)
     if relative or hasattr(module, "q_norm") or hasattr(module, "q_attn") or heads is None:
         return None
     if packed is not None:
-        weight = getattr(packed, names[0])
-        d = weight.shape[1 if type(packed).__name__ == "Conv1D" else 0] // 3
-        scale = None if getattr(module, "scale_attn_weights", True) else 1.0
+        d = len(Projection(packed, None, *names).parts()[0]) // 3
         query, key = (Projection(packed, (i * d, (i + 1) * d), *names) for i in range(2))
-        return Attention(query, key, heads, scale=scale)
+        plain = getattr(module, "scale_attn_weights", True)
+        return Attention(query, key, heads, scale=None if plain else 1.0)
     for q, k in (("query", "key"), ("q_proj", "k_proj")):
         first, second = getattr(module, q, None), getattr(module, k, None)
         if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
