@@ -103,7 +103,6 @@ CASES |= {
     "Div": one("Div", IMAGE, numbers(4, 1, 1)),
     "Min": one("Min", IMAGE, numbers(5), numbers(1)),
     "Max": one("Max", IMAGE, numbers(6, 1)),
-    "Mean": one("Mean", IMAGE, numbers(6, 1), numbers(5)),
     "Pow": one("Pow", IMAGE, np.array(2.0, dtype=np.float32)),
     "Pow of a vector": one("Pow", IMAGE, np.array([1, 2, 3, 2, 1], dtype=np.float32)),
     "Clip": one("Clip", IMAGE, np.array(-0.5, dtype=np.float32), np.array(0.7, dtype=np.float32)),

@@ -44,7 +44,7 @@ _READERS = {**_READERS, **{kind | None: reader for kind, reader in _READERS.item
 _TABLE: dict[str, Operator] = {}
 #: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not computed
 _WITHOUT_EFFECT = {
-    "extrapolation_value", "momentum", "num_outputs", "ratio", "saturate", "seed", "sorted",
+    "extrapolation_value", "momentum", "num_outputs", "ratio", "saturate", "seed",
     "stash_type", "storage_order",
 }  # fmt: skip
 #: the attributes that `**window` stands for in a function's signature
@@ -183,7 +183,6 @@ _FORMULAS: dict[str, Operator] = {
     "Min": lambda spec, *inputs: functools.reduce(torch.minimum, inputs),
     "Max": lambda spec, *inputs: functools.reduce(torch.maximum, inputs),
     "Sum": lambda spec, *inputs: functools.reduce(torch.add, inputs),
-    "Mean": lambda spec, *inputs: functools.reduce(torch.add, inputs) / len(inputs),
     "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
     "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
     "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(

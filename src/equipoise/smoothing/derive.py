@@ -32,7 +32,6 @@ from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_sco
 from equipoise.smoothing.procedures import DEFAULT, Partition, Procedure, find_procedure, ranking
 from equipoise.smoothing.ramp import Floats
 
-Interval = Literal["bernstein", "betting"]
 _ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws")
 
 
@@ -295,7 +294,7 @@ def certify_scores(
     *,
     lipschitz: Any = None,
     pair_lipschitz: Any = None,
-    interval: Interval = "bernstein",
+    interval: Literal["bernstein", "betting"] = "bernstein",
 ) -> Certificates:
     """Certificates from simplex scores `F(x + δ_i)` of one fixed map, arrays (..., draws, classes).
 

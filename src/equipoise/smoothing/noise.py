@@ -263,7 +263,6 @@ def _threshold(k: int, sigma: float, cells: float) -> int:
 
 
 NoiseName = Literal["grid", "float"]
-GENERATOR = "Philox4x64-10 keyed by BLAKE2b"
 
 
 class Stream(IntEnum):
@@ -426,7 +425,7 @@ class NoiseSpec:
             if self.chosen
             else f"The seed {self.seed} was drawn from the operating system."
         )
-        generator = f"the quality of the pseudo-random generator ({GENERATOR})"
+        generator = "the quality of the pseudo-random generator (Philox4x64-10 keyed by BLAKE2b)"
         shape = f"The network is evaluated in batches of {self.batch}; predict in the same shape."
         grid = self.grid
         if grid is None:
