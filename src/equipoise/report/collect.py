@@ -1,36 +1,25 @@
-"""From run directories to the data of one report: certificates, attacks, and the audits and pictures beside them."""
+"""From run directories to the data of one report: certificates, attacks, and bounds of networks."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded
-from equipoise.report import audits as audit_file
-from equipoise.report.audits import Audit
+from equipoise.lipschitz.report import Report
 from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
 
 Floats = NDArray[np.float64]
-
-GALLERY = "gallery.json"
-#: pictures that one report shows at most
-PICTURES = 36
-Image = Annotated[
-    str, Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/]+={0,2}$", max_length=100_000)
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,45 +82,6 @@ class Attacks:
         return np.asarray(1 - within / len(distances))
 
 
-class Picture(Document):
-    """An input of the gallery with the closest adversarial example found; images are PNG data URIs."""
-
-    model: str
-    id: str
-    label: str
-    predicted: str
-    radius: NonNegative
-    procedure: str
-    image: Image
-    adversarial: Image | None = None
-    distance: NonNegative | None = None
-    answer: str = ""
-
-
-class Gallery(Document):
-    """`gallery.json`."""
-
-    pictures: tuple[Picture, ...]
-
-
-def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
-    """Write `gallery.json`, whole or not at all.
-
-    Args:
-        pictures: of one network.
-        folder: of the run.
-    """
-    document = Gallery(pictures=tuple(pictures)).model_dump(mode="json")
-    atomic_write(Path(folder) / GALLERY, json.dumps(document, ensure_ascii=False) + "\n")
-
-
-def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
-    """Read `gallery.json`; only PNG data addresses are accepted as images."""
-    return parse_document(
-        read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)
-    ).pictures
-
-
 @dataclass(frozen=True)
 class Checked:
     """How many certificates were attacked strictly inside their radius, and which broke."""
@@ -147,13 +97,12 @@ class Checked:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything one report shows."""
+    """Everything one report shows; `audits` are bounds by the name of their network, as `lipschitz_bound(…).to_dict()` has them."""
 
     title: str
     series: tuple[Series, ...] = ()
     attacks: tuple[Attacks, ...] = ()
-    audits: tuple[Audit, ...] = ()
-    gallery: tuple[Picture, ...] = ()
+    audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     runs: tuple[Mapping[str, Any], ...] = ()
     tested: Checked | None = None
     intro: str = ""
@@ -164,11 +113,8 @@ class ReportData:
     @property
     def models(self) -> tuple[str, ...]:
         """The networks, in order of appearance."""
-        return tuple(
-            dict.fromkeys(
-                p.model for group in (self.audits, self.series, self.attacks) for p in group
-            )
-        )
+        panels = [p.model for group in (self.series, self.attacks) for p in group]
+        return tuple(dict.fromkeys([*self.audits, *panels]))
 
 
 def collect(
@@ -177,20 +123,19 @@ def collect(
     title: str = "Certified robustness",
     intro: str = "",
     alpha: float | None = None,
-    audits: Iterable[Audit] = (),
+    audits: Mapping[str, Report] | None = None,
     notes: Iterable[str] = (),
 ) -> ReportData:
     """Read run directories and certification logs into the data of one report.
 
-    Certificates are derived anew from stored counts, nothing is sampled. Every folder may hold `audit.json` and
-    `gallery.json`.
+    Certificates are derived anew from stored counts, nothing is sampled.
 
     Args:
         folders: run directories, or logs in Cohen's format (.tsv).
         title: of the page.
         intro: its first paragraph.
         alpha: risk per input of sampled runs; default that of each run.
-        audits: further audits.
+        audits: bounds of networks, by name.
         notes: further sentences about what is not guaranteed.
     """
     paths = [Path(folder) for folder in folders]
@@ -205,9 +150,7 @@ def collect(
     titles = _titles(runs)
     series: list[Series] = []
     attacks: list[Attacks] = []
-    pictures: list[Picture] = []
     about: list[Mapping[str, Any]] = []
-    bounds = list(audits)
     remarks = list(notes)
     tried = 0
     broken: list[str] = []
@@ -243,16 +186,11 @@ def collect(
             remarks.append(
                 f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing."
             )
-        if (path / audit_file.NAME).is_file():
-            bounds.append(audit_file.load_audit(path).model_copy(update={"model": model}))
-        if (path / GALLERY).is_file():
-            pictures += [p.model_copy(update={"model": model}) for p in load_gallery(path)]
     return ReportData(
         title,
         tuple(series),
         tuple(attacks),
-        tuple(bounds),
-        tuple(pictures[:PICTURES]),
+        {name: bound.to_dict() for name, bound in (audits or {}).items()},
         tuple(about),
         Checked(tried, tuple(broken)) if tried else None,
         intro,
@@ -401,8 +339,6 @@ def as_document(data: ReportData) -> dict[str, Any]:
             asdict(a) | {"distance": a.distance.tolist(), "inputs": len(a.ids)}
             for a in data.attacks
         ],
-        "audits": [
-            {**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits
-        ],
+        "audits": [{"model": name, **bound} for name, bound in data.audits.items()],
         "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

@@ -9,7 +9,6 @@ import numpy as np
 
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
-from equipoise.report.audits import Audit
 from equipoise.report.collect import Attacks, Floats, Series
 
 Figure = dict[str, Any]
@@ -154,19 +153,24 @@ def histogram(series: Sequence[Series], end: float, norm: str = "ℓ2", bins: in
     )
 
 
-def layer_shares(audit: Audit) -> Figure:
-    """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances."""
-    rows = list(enumerate(audit.bound.layers, 1))
-    largest = sorted(rows, key=lambda row: -abs(row[1].share or 0.0))[:BARS]
+def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
+    """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances.
+
+    Args:
+        model: name of the network.
+        layers: rows of its bound, as plain data.
+    """
+    rows = list(enumerate(layers, 1))
+    largest = sorted(rows, key=lambda row: -abs(row[1]["share"] or 0.0))[:BARS]
     names, shares, texts = [], [], []
     for number, layer in sorted(largest, key=lambda row: row[0]):
         # the end of a long name says most, and the number of the table's row tells operations of one module apart
-        names.append(html.escape(f"{layer.name[-30:]} · {number}", quote=False))
-        shares.append(layer.share)
-        texts.append(html.escape(f"{layer.name}, {layer.kind}", quote=False))
+        names.append(html.escape(f"{layer['name'][-30:]} · {number}", quote=False))
+        shares.append(layer["share"])
+        texts.append(html.escape(f"{layer['name']}, {layer['kind']}", quote=False))
     style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
     return _figure(
-        [_trace(audit.model, shares, names, texts, **style)],
+        [_trace(model, shares, names, texts, **style)],
         {"title": {"text": "share of log L"}, "tickformat": ".0%"},
         {"type": "category", "autorange": "reversed", "dtick": 1},
     )
