@@ -1,12 +1,10 @@
-"""The dataset itself: values, selections, fingerprints, refusals, and how a spec is understood."""
+"""The dataset itself: values, fingerprints, refusals, and how a spec is understood."""
 
 import re
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.core import InputError
@@ -95,37 +93,8 @@ def test_bad_arrays_are_refused(name):
         Dataset.from_arrays(x, y, **options)
 
 
-# ---- selections ---------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 12), st.integers(1, 5), st.none() | st.integers(1, 12), st.integers(0, 2), st.integers(1, 3))
-def test_selections_compose_and_keep_ids(skip, stride, limit, skip2, stride2):
-    ds = Dataset.from_arrays(np.arange(10, dtype=np.float32)[:, None], np.arange(10))
-    wanted = [i for i in range(10) if i >= skip and (i - skip) % stride == 0][:limit]
-    if not wanted:
-        with pytest.raises(InputError, match="leaves none"):
-            ds.select(skip, limit, stride)
-        return
-    part = ds.select(skip, limit, stride)
-    assert part.ids.tolist() == wanted == part.labels.tolist()
-    assert part.batch(range(len(part)))[0][:, 0].tolist() == wanted
-    assert part.num_classes == 10
-    assert (part.fingerprint() == ds.fingerprint()) == (len(wanted) == 10)
-    if skip2 < len(part):
-        assert part.select(skip2, stride=stride2).ids.tolist() == wanted[skip2::stride2]
-
-
-# ---- names --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"skip": -1}, {"stride": 0}, {"limit": 0}])
-def test_senseless_selections_are_refused(options):
-    with pytest.raises(InputError, match="expected skip"):
-        load_dataset("digits").select(**options)
-
-
 def test_a_fingerprint_is_the_content():
-    """Type, scale, labels and ids count, the byte order and the container do not; the caller's arrays are copied."""
+    """Type, scale and labels count, the byte order and the container do not; the caller's arrays are copied."""
     x, y = floats(), Y.copy()
     ds = Dataset.from_arrays(x, y)
     same, before = ds.fingerprint(), ds.batch(range(4))[0].clone()
@@ -136,8 +105,6 @@ def test_a_fingerprint_is_the_content():
         Dataset.from_arrays(x, Y[::-1].copy()), Dataset.from_arrays(x.reshape(4, 5, 3, 5), Y, layout="NCHW"),
     ):  # fmt: skip
         assert other.fingerprint() != same
-    equal_rows = Dataset.from_arrays(np.zeros((6, 2), np.float32), np.zeros(6, int))
-    assert equal_rows.select(limit=3).fingerprint() != equal_rows.select(skip=3).fingerprint()
     x[:], y[:] = 0, 0
     ds.batch(range(4))[0].zero_()
     assert torch.equal(ds.batch(range(4))[0], before)

@@ -50,16 +50,11 @@ def test_the_same_images_in_every_format(row, channels, tmp_path):
     assert (type(label), label) == (int, y[-1])
 
     assert ds.fingerprint() == reference.fingerprint()
-    part = ds.select(skip=2, stride=3)
-    assert part.fingerprint() == reference.select(skip=2, stride=3).fingerprint()
     assert load_dataset(written(row, channels, tmp_path / "two", seed=1)[0]).fingerprint() != ds.fingerprint()
-    copy = pickle.loads(pickle.dumps(part))  # in another process
-    assert torch.equal(copy.batch([1, 0])[0], part.batch([1, 0])[0])
+    copy = pickle.loads(pickle.dumps(ds))  # in another process
+    assert torch.equal(copy.batch([1, 0])[0], ds.batch([1, 0])[0])
     with pytest.raises(InputError, match="split"):
         load_dataset(spec.partition("#")[0], split="nonsense")
-    if row.files:
-        with pytest.raises(InputError, match=r"row 4 has label 1, expected in 0 … 0"):
-            load_dataset(spec, num_classes=1)
 
 
 @pytest.mark.parametrize("row", [r for r in FORMATS if r.files], ids=lambda r: r.id)

@@ -59,12 +59,6 @@ def test_no_two_curves_look_alike():
     assert len({t["name"] for t in traces}) == len(several)
 
 
-def test_radii_histogram_counts_every_input(report_parts):
-    s = report_parts.series(500)
-    trace = figures.histogram([s], figures.reach([s]))["data"][0]
-    assert np.asarray(trace["y"])[::2].sum() == pytest.approx(1.0)
-
-
 def test_layer_shares_name_the_layers(report_parts):
     figure = figures.layer_shares("m", report_parts.bound("<conv>")["layers"])
     assert figure["data"][0]["y"][0] == "&lt;conv&gt;.0 · 1"

@@ -27,7 +27,7 @@ BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.
 CHANGES = [
     ({"sigma": 0.31}, "sigma: 0.3 → 0.31"),
     ({"n": 200}, "n: 150 → 200"),
-    ({"alpha": 0.01}, r"alpha: 0.001 → 0.01\): to change alpha without sampling.*equipoise derive"),
+    ({"alpha": 0.01}, r"alpha: 0.001 → 0.01\):.*equipoise derive"),
     ({"procedure": "direct"}, "procedure: lvm → direct.*equipoise derive"),
     ({"seed": 1}, "seed: 0 → 1"),
     ({"map": "softmax:2.0"}, r"map: softmax:1.0 → softmax:2.0"),

@@ -4,8 +4,6 @@ A checkpoint's `config.json` (or a recipe) is only ever data. The name in it is 
 Third parties add rows through the entry point group `equipoise.models`: an entry is loaded only if a file names it.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

@@ -5,8 +5,6 @@ of that type has; code in the folder (`auto_map`), quantisation and pickled weig
 sketched on torch's meta device first: it must not be larger than the file, and every name in the file must have its place in it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

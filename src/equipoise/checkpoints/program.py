@@ -17,8 +17,6 @@ Inputs are taken one after the other, and outputs returned as a tensor or a tupl
 read, nor are pickles (sample inputs), guards, stated shapes, ranges of symbols but the batch's, and remarks.
 """
 
-from __future__ import annotations
-
 import io
 import keyword
 import math
@@ -103,23 +101,13 @@ _LISTED = (
 )
 
 
-def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
-    """Open a `.pt2` written by `torch.export.save`; see the module for what is refused.
-
-    Args:
-        path: the file.
-        batch: the size at which a dynamic batch dimension is fixed, or the nearest one that the program allows; programs
-            with static shapes keep their own.
-    """
-    return read_program(path, batch)[0]
-
-
 def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str]:
     """The program in a `.pt2` file, and the digest of the file, whatever the batch it is loaded for.
 
     Args:
-        path: the file.
-        batch: the size at which a dynamic batch dimension is fixed.
+        path: written by `torch.export.save`; see the module for what is refused.
+        batch: the size at which a dynamic batch dimension is fixed, or the nearest one that the program allows; programs
+            with static shapes keep their own.
     """
     data = read_bounded(path, LARGEST_ARCHIVE)
     try:

@@ -1,7 +1,5 @@
 """From run directories to the data of one report: certificates, attacks, and bounds of networks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +95,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything one report shows; `audits` are bounds by the name of their network, as `lipschitz_bound(…).to_dict()` has them."""
+    """Everything one report shows; `audits` are bounds by the name of their network, as `Report.to_dict` gives them."""
 
     title: str
     series: tuple[Series, ...] = ()
@@ -303,7 +301,7 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
             )
             distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
         kept = tuple(i for i in ids if i in distances)
-        settings = {f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}" for row in own}
+        settings = {f"{row.steps} steps, seed {row.seed}" for row in own}
         if kept:
             distance = np.array([distances[i] for i in kept])
             attacks.append(Attacks(model, run, kind, kept, distance, "; ".join(sorted(settings))))

@@ -126,33 +126,6 @@ def curves(
     )
 
 
-def histogram(series: Sequence[Series], end: float, norm: str = "ℓ2", bins: int = 28) -> Figure:
-    """How many inputs have which certified radius; wrong and uncertified answers are counted at 0.
-
-    Args:
-        series: curves of one network.
-        end: of the axis.
-        norm: of the balls.
-        bins: of the histogram.
-    """
-    edges = np.linspace(0, end, bins + 1)
-    x = np.repeat(edges, 2)[1:-1].tolist()
-    traces = []
-    for s, name, line in zip(series, labels(series), cycle(STYLES), strict=False):
-        radius = np.where(s.results.correct, np.minimum(s.results.radius, end), 0.0)
-        shares = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
-        texts = [
-            f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs"
-            for e, v in zip(x, shares, strict=True)
-        ]
-        traces.append(_trace(name, x, shares, texts, line=line))
-    return _figure(
-        traces,
-        {"title": {"text": f"certified radius ({norm})"}, "range": [0, end]},
-        {"title": {"text": "share of inputs"}, "tickformat": ".0%", "rangemode": "tozero"},
-    )
-
-
 def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
     """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances.
 

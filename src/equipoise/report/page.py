@@ -3,8 +3,6 @@
 The templates write the page: they escape every text, and show norms rounded up, radii and certified shares rounded down.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from importlib import resources
@@ -110,7 +108,6 @@ def _charts(data: ReportData, ends: dict[str, float]) -> dict[str, figures.Figur
             end = ends[norm]  # networks beside each other share an axis
             attacks = [a for a in data.attacks if a.model == model]
             charts[f"curves-{i}"] = figures.curves(own, attacks, end, norm)
-            charts[f"radii-{i}"] = figures.histogram(own, end, norm)
     for i, (model, bound) in enumerate([*data.audits.items()][:PANELS]):
         charts[f"shares-{i}"] = figures.layer_shares(model, bound["layers"])
     return charts

@@ -1,11 +1,9 @@
 """A run from the other side: attacks inside every certified radius, where none may break, and beyond it; and its classifier as
 it is deployed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +95,6 @@ def attack_run(
     *,
     epsilons: Sequence[float] = (),
     steps: int = 20,
-    restarts: int = 1,
     votes: int = 1000,
     seed: int = 0,
     limit: int | None = None,
@@ -117,8 +114,7 @@ def attack_run(
         model: the model of the run.
         dataset: the data of the run.
         epsilons: further radii, for accuracy under attack beside certified accuracy.
-        steps: gradient steps per start.
-        restarts: random starts.
+        steps: gradient steps from one random start.
         votes: draws that judge a smoothed attack.
         seed: of starts and noise.
         limit: attack the first inputs of the run only.
@@ -130,7 +126,7 @@ def attack_run(
     """
     run = run if isinstance(run, Run) else open_run(run)
     levels = [level for level in as_levels(epsilons) if level > 0]
-    for name, value in {"steps": steps, "restarts": restarts, "votes": votes}.items():
+    for name, value in {"steps": steps, "votes": votes}.items():
         require_number(value, name, least=1, most=10**7, whole=True)
     job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
     changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
@@ -141,7 +137,7 @@ def attack_run(
     if not job.inputs.labelled:
         raise InputError(f"{job.inputs.name} has no labels: an attack needs them")
 
-    attacker = _Attacker(run, job, votes, {"steps": steps, "restarts": restarts, "seed": seed})
+    attacker = _Attacker(run, job, votes, {"steps": steps, "seed": seed})
     rows = run.rows[:limit]
     attacked: list[InputId] = []
     failures: dict[str, str] = {}
@@ -149,7 +145,7 @@ def attack_run(
         success = {
             (old.id, old.epsilon): old.success
             for old in store.attacks()
-            if old.model_dump(include={"steps", "restarts", "seed"}) == attacker.settings
+            if old.model_dump(include={"steps", "seed"}) == attacker.settings
         }
         for count, row in enumerate(rows, 1):
             radii = attacker.radii(row, levels)
@@ -190,7 +186,8 @@ class _Attacker:
 
     def __post_init__(self) -> None:
         self.kind: Any = "base" if self.run.kind == "proved" else "smoothed"
-        self.module = self.job.model.network(self.job.device)
+        self.device = self.job.spec.device
+        self.module = self.job.spec.model.network(self.device)
         self.results = self.run.results()
         self.certified = self.run.certified(self.results)
 
@@ -221,8 +218,8 @@ class _Attacker:
         return rows
 
     def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
-        x = item.x[None].to(self.job.device)
-        y = torch.tensor([item.label], device=self.job.device)
+        x = item.x[None].to(self.device)
+        y = torch.tensor([item.label], device=self.device)
         seed = self.settings["seed"]
         fresh = noise_key(seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
@@ -283,16 +280,17 @@ class _Attacker:
 
     def _classifier(self, seed: int) -> SmoothedClassifier:
         """The run's classifier with noise of another seed."""
-        return self.job.spec(self.run.manifest.reseeded(seed % 2**64)).classifier()
+        manifest = self.run.manifest.reseeded(seed % 2**64)
+        return replace(self.job.spec, manifest=manifest).classifier()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one input: a class, or −1 where it abstains; `failure` says why an input got none."""
+    """The answer to one input: a class, or None where it abstains; `failure` says why an input got none."""
 
     id: InputId
-    label: int
-    answer: int
+    label: int | None
+    answer: int | None
     failure: str | None = None
 
 
@@ -339,7 +337,7 @@ def predict_run(
     inputs = Inputs.of(dataset)
     module = network.network(usable_device(device))
     # fresh noise: the draws of the certificates are not used again
-    fresh = TaskSpec(network, run.manifest.reseeded(None), device=device)
+    fresh = TaskSpec(network, run.manifest.reseeded(None), device, torch.empty(0))
     classifier = fresh.classifier() if sampled else None
     for position in Selection(limit=limit).positions(len(inputs)):
         try:
@@ -353,6 +351,7 @@ def predict_run(
                     else classifier.predict(x, n, alpha, ids=[item.id])[0]
                 )
         except (EquipoiseError, OSError) as error:
-            yield Answer(inputs.ids[position], -1, -1, str(error))
+            yield Answer(inputs.ids[position], None, None, str(error))
             continue
-        yield Answer(item.id, item.label, int(answer))
+        label = item.label if inputs.labelled else None
+        yield Answer(item.id, label, int(answer) if answer >= 0 else None)

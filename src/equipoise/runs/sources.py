@@ -6,7 +6,6 @@ one is noticed, with its preprocessing in front.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import json
@@ -23,8 +22,7 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
 from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
-from equipoise.core.errors import one_line
-from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes
+from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
@@ -124,14 +122,11 @@ class Inputs:
             and len(dataset) == 2
             and isinstance(dataset[0], Tensor | np.ndarray)
         ):
-            try:
-                dataset = torch.utils.data.TensorDataset(
-                    *(torch.as_tensor(part) for part in dataset)
-                )
-            except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
-                raise InputError(
-                    f"expected a pair (x, y) with as many labels as inputs: {one_line(error)}"
-                ) from error
+            parts = dataset
+            dataset = guarded(
+                lambda: torch.utils.data.TensorDataset(*map(torch.as_tensor, parts)),
+                "a pair (x, y) with as many labels as inputs is expected: joining the two",
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InputError(
                 f"expected a dataset of (input, label) or a pair (x, y), got {type(dataset).__name__}"
@@ -189,13 +184,8 @@ class Inputs:
             item = self.item(position)
         except (EquipoiseError, OSError) as error:
             label = UNKNOWN if self.labels is None else self.labels[position]
-            return Item(
-                position,
-                self.ids[position],
-                label,
-                torch.empty(0),
-                f"it could not be read: {error}",
-            )
+            problem = f"it could not be read: {error}"
+            return Item(position, self.ids[position], label, torch.empty(0), problem)
         if self.labelled and classes is not None:
             check_label(item.id, item.label, classes)
         return item
@@ -207,11 +197,9 @@ class Inputs:
             positions: places in the data.
             count: how many.
         """
-        items = []
-        for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
-            with contextlib.suppress(EquipoiseError, OSError):
-                items.append(self.item(int(positions[place])))
-        return items
+        places = np.unique(np.linspace(0, len(positions) - 1, count).astype(int))
+        items = [self.attempt(int(position), None) for position in positions[places]]
+        return [item for item in items if item.problem is None]
 
     def fingerprint(self, positions: Ints) -> str:
         """Of the whole data where that is cheap or the dataset has its own; else of the selected inputs, read once."""

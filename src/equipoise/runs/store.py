@@ -40,13 +40,10 @@ from equipoise.core.files import (
 )
 from equipoise.runs.sources import InputId, Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.noise import Grid, Levels, NoiseName, NoiseSpec
+from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 MANIFEST = "run.json"
-
-#: settings that `equipoise derive` can change on stored counts
-DERIVABLE = ("alpha", "lipschitz", "procedure", "target_radius")
 
 Kind = Literal["sampled", "proved"]
 Norm = Literal["l2", "linf", "l1"]
@@ -170,9 +167,7 @@ class Settings(Document):
             raise InputError(
                 "votes have no Lipschitz constant: --lipschitz goes with soft scores, --procedure rivals, lvm or direct"
             )
-        for level in self.levels.channels or (self.levels.sigma,):
-            if self.cells is not None:
-                Grid(level, self.cells)
+        _ = self.noise_law().grids  # refuses a grid too coarse for the noise
 
     @property
     def levels(self) -> Levels:
@@ -440,15 +435,11 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
         new: the manifest of the command, whose map and constant are not fixed yet.
     """
     changes = differences(old, new, ("fixed map", "constant"))
-    if not changes:
-        return
-    names = {line.partition(":")[0] for line in changes}
-    hint = "give another --run directory"
-    if names <= set(DERIVABLE):
-        hint = (
-            f"to change {' and '.join(sorted(names))} without sampling: equipoise derive {folder}"
+    if changes:
+        raise Refused(
+            f"{folder} holds another run ({'; '.join(changes)}): give another --run directory; another alpha or procedure "
+            f"needs no sampling: equipoise derive {folder}"
         )
-    raise Refused(f"{folder} holds another run ({'; '.join(changes)}): {hint}")
 
 
 def _short(value: Any) -> str:
@@ -522,14 +513,6 @@ class Row(Document):
     deployed: NonNegative | None = None
     broken: tuple[float, ...] | None = None
 
-    def verdict(self, epsilon: float | None) -> str:
-        """`proved`, `broken` or `undecided` at the radius that a proved run asks about; empty where it asks about none."""
-        if epsilon is None or self.failure is not None:
-            return ""
-        if self.radius >= epsilon:
-            return "proved"
-        return "undecided" if self.broken is None else "broken"
-
     def fits(self, manifest: Manifest) -> bool:
         """Whether this run can have produced this row."""
         settings = manifest.settings
@@ -561,8 +544,7 @@ class AttackRow(Document):
         epsilon: radius of the attack.
         success: whether a misclassified point was found.
         distance: of that point.
-        steps: gradient steps per start.
-        restarts: random starts.
+        steps: gradient steps.
         seed: of starts and noise.
     """
 
@@ -572,7 +554,6 @@ class AttackRow(Document):
     success: bool
     distance: NonNegative | None = None
     steps: Count = 20
-    restarts: Count = 1
     seed: int = 0
 
 
@@ -646,13 +627,6 @@ class Store:
                     f"{self.path} is damaged at input {row.id!r}: restore it from a copy"
                 )
         return sorted(rows, key=lambda row: row.position)
-
-    def forget_failures(self) -> None:
-        """Remove the failed inputs, so that they are tried again."""
-        failed = [(json.dumps(row.id),) for row in self.rows() if row.failure is not None]
-        with self._explained(), self.db:
-            self.db.execute("BEGIN IMMEDIATE")
-            self.db.executemany("DELETE FROM entries WHERE kind = 'input' AND key = ?", failed)
 
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""

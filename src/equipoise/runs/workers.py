@@ -43,16 +43,16 @@ class TaskSpec:
     Args:
         model: the network.
         manifest: of the run.
-        batch_size: most draws in one forward pass; no number depends on it.
         device: where the passes run.
         example: one input, on which a proved run captures the network.
+        batch_size: most draws in one forward pass; no number depends on it.
     """
 
     model: Portable
     manifest: Manifest
+    device: str
+    example: Tensor
     batch_size: int | None = None
-    device: str = "cpu"
-    example: Tensor | None = None
 
     @property
     def settings(self) -> Settings:
@@ -217,7 +217,6 @@ class ProvedWorker(Worker):
 
     def __init__(self, spec: TaskSpec) -> None:
         super().__init__(replace(spec, device="cpu"))
-        assert spec.example is not None
         settings = spec.settings
         module = spec.model.build("cpu")
         tensors = [*module.parameters(), *module.buffers()]
@@ -239,7 +238,6 @@ class ProvedWorker(Worker):
             item: the input.
             x: its numbers.
         """
-        assert self.spec.example is not None
         expected = tuple(self.spec.example.shape)
         if tuple(x.shape) != expected:
             raise Refused(
@@ -338,14 +336,11 @@ def run_on_ray(
     try:
         if started:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # a cluster of our own listens on the loopback address alone
-            own: dict[str, Any] = {
-                "num_cpus": workers,
-                "_node_ip_address": "127.0.0.1",
-                "include_dashboard": False,
-            }
-            common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-            ray.init(address=address or "local", **common, **({} if address else own))
+            options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+            if address is None:  # a cluster of our own listens on the loopback address alone
+                options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
+                options["include_dashboard"] = False
+            ray.init(address=address or "local", **options)
         kind: Any = ray.remote(
             num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3
         )(RayWorker)

@@ -1,7 +1,5 @@
 """What a recipe adds to the loss, does after a step, or does to the input: penalties, projections and augmentations."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

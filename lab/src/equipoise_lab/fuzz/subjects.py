@@ -61,7 +61,6 @@ def make_checkpoint(folder: Path) -> None:
         "equipoise.nn.models:mlp",
         arguments,
         (3,),
-        {"training": {"epoch": 3}},
     )
 
 
