@@ -54,7 +54,7 @@ VALID = [
     "reproduce dense-convergence --plan --dry-run --scale desk --seed 1 -o results --json",
     "reproduce -o results --page page.md",
     "selfcheck --minutes 0 --json",
-    "selfcheck networks --minutes 0 --seed 3 --scripts found",
+    "selfcheck networks --minutes 0 --seed 3",
     "bench compare bench.json bench.json",
     "audit net.onnx --chain multipliers --html out.html",
     "audit own:make --input-shape 3 --weights w.safetensors",

@@ -26,13 +26,13 @@ def folder(tmp_path_factory):
     votes = certify(net, (x, y), run_dir=root / "votes", **common)
     soft = certify(net, (x, y), run_dir=root / "soft", lipschitz="auto", **lvm)
     plain = certify(net, (x, y), run_dir=root / "plain", **lvm)
-    votes.add_attacks([AttackRow(id=i, kind="smoothed", epsilon=9.0, success=True, distance=8.5) for i in range(6)])
-    votes.add_attacks([AttackRow(id=i, kind="smoothed", epsilon=1e-6, success=False) for i in range(12)])
+    votes.add_attacks([AttackRow(id=i, epsilon=9.0, success=True, distance=8.5) for i in range(6)])
+    votes.add_attacks([AttackRow(id=i, epsilon=1e-6, success=False) for i in range(12)])
     proved = prove(net, (x, y), run_dir=root / "proved", name="toy")
     proved.add_attacks(
         [
-            AttackRow(id=0, kind="base", epsilon=1e-5, success=False),
-            AttackRow(id=1, kind="base", epsilon=9.0, success=True, distance=8.5),
+            AttackRow(id=0, epsilon=1e-5, success=False),
+            AttackRow(id=1, epsilon=9.0, success=True, distance=8.5),
         ]
     )
     return root, votes, soft, plain
@@ -62,16 +62,14 @@ def test_runs_attacks_and_audits_come_together(folder):
     assert np.array_equal(other.radius, votes.certificates(0.2).radius)
 
 
-@pytest.mark.parametrize(("share", "kind", "success", "broken"), [
-    (0.99, "base", True, 1), (1.0, "base", True, 0), (0.5, "base", False, 0), (0.5, "smoothed", True, 0),
-])  # fmt: skip
-def test_an_attack_inside_a_certificate_is_found(tmp_path, share, kind, success, broken):
+@pytest.mark.parametrize(("share", "success", "broken"), [(0.99, True, 1), (1.0, True, 0), (0.5, False, 0)])
+def test_an_attack_inside_a_certificate_is_found(tmp_path, share, success, broken):
     net = nn.Linear(2, 2, bias=False).eval().requires_grad_(False)
     net.weight.copy_(torch.eye(2))
     run = prove(net, (torch.tensor([[3.0, 1.0]]), torch.tensor([0])), run_dir=tmp_path / "run")
     radius = float(run.results().radius[0])
     distance = share * radius if success else None
-    run.add_attacks([AttackRow(id=0, kind=kind, epsilon=2 * radius, success=success, distance=distance)])
+    run.add_attacks([AttackRow(id=0, epsilon=2 * radius, success=success, distance=distance)])
     tested = collect([tmp_path / "run"]).tested
     assert (0 if tested is None else tested.broken) == broken
 

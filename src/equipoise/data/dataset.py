@@ -79,7 +79,6 @@ class Dataset:
         labels: Any,
         *,
         name: str,
-        num_classes: int | None = None,
         classes: Sequence[str] | None = None,
     ) -> Dataset:
         """A dataset of all rows of a source.
@@ -88,21 +87,14 @@ class Dataset:
             source: the inputs.
             labels: one integer per input; None if there are none.
             name: used in messages and reports.
-            num_classes: every label must be below it; by default the number of class names, else the largest label + 1.
             classes: the class names in the order of the labels.
         """
-        if num_classes is None and classes is not None:
-            num_classes = len(classes)
-        if num_classes is not None and num_classes < 1:
-            raise InputError(f"{name}: num_classes must be positive, got {num_classes}")
         if labels is None:
-            checked = np.full(source.count, UNKNOWN, dtype=np.int64)
-            num_classes = 0
-        else:
-            checked = check_labels(labels, source.count, num_classes, name)
-            num_classes = num_classes or int(checked.max()) + 1
-        names = tuple(classes) if classes is not None and len(classes) == num_classes else None
-        return cls(name, source, num_classes, checked, names)
+            return cls(name, source, 0, np.full(source.count, UNKNOWN, dtype=np.int64))
+        checked = check_labels(labels, source.count, name)
+        if classes is not None:
+            return cls(name, source, len(classes), checked, tuple(classes))
+        return cls(name, source, int(checked.max()) + 1, checked)
 
     @classmethod
     def from_arrays(
@@ -111,7 +103,6 @@ class Dataset:
         labels: Any,
         *,
         name: str = "arrays",
-        num_classes: int | None = None,
         layout: Layout = "auto",
         scale: float | None = None,
     ) -> Dataset:
@@ -121,7 +112,6 @@ class Dataset:
             inputs: (N, …), bytes or floats.
             labels: (N,) integers; None if there are none.
             name: used in messages and reports.
-            num_classes: as in `from_source`.
             layout: which axes are channels, height and width; see `arrange`.
             scale: the value that means 1.
         """
@@ -130,7 +120,7 @@ class Dataset:
             _require_finite(array[start : start + 1024], np.arange(start, start + 1024), name)
         source = Source(len(array), array.shape[1:], array.dtype, array.__getitem__, scale)
         labels = None if labels is None else as_array(labels, f"{name}: the labels")
-        return cls.from_source(source, labels, name=name, num_classes=num_classes)
+        return cls.from_source(source, labels, name=name)
 
     def __repr__(self) -> str:
         shape = "×".join(str(d) for d in self.input_shape)
@@ -264,13 +254,12 @@ def as_array(values: Any, what: str) -> Array:
     return array
 
 
-def check_labels(labels: Array, count: int, num_classes: int | None, where: str) -> Ints:
+def check_labels(labels: Array, count: int, where: str) -> Ints:
     """Labels as int64 (count,).
 
     Args:
         labels: one integer per input.
         count: how many inputs there are.
-        num_classes: every label must be below it; None: no limit.
         where: what messages call the data.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -284,12 +273,10 @@ def check_labels(labels: Array, count: int, num_classes: int | None, where: str)
     if count == 0:
         raise InputError(f"{where} holds no data")
 
-    end = _LARGEST_LABEL if num_classes is None else num_classes
-    outside = (labels < 0) | (labels >= end)  # before int64 turns the largest uint64 into −1
+    outside = (labels < 0) | (labels >= _LARGEST_LABEL)  # before int64 turns a uint64 into −1
     if outside.any():
         row = int(np.argmax(outside))
-        expected = "0 or more" if num_classes is None else f"in 0 … {num_classes - 1}"
-        raise InputError(f"{where}: row {row} has label {labels[row]}, expected {expected}")
+        raise InputError(f"{where}: row {row} has label {labels[row]}, expected 0 or more")
     return labels.astype(np.int64)
 
 

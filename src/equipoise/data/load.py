@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +211,10 @@ def _read_archive(
         chosen = _choose_split(split, list(pairs), name)
         labels = {part: read(y) for part, (_, y) in pairs.items() if y is not None}
         inputs = read(pairs[chosen][0])
+    dataset = Dataset.from_arrays(inputs, labels.get(chosen), name=name, layout=layout, scale=scale)
     # a single split may lack the last class
-    tops = [int(check_labels(y, len(y), None, name).max()) for y in labels.values()]
-    return Dataset.from_arrays(
-        inputs,
-        labels.get(chosen),
-        name=name,
-        num_classes=1 + max(tops) if tops else None,
-        layout=layout,
-        scale=scale,
-    )
+    tops = [int(check_labels(y, len(y), name).max()) for y in labels.values()]
+    return replace(dataset, num_classes=1 + max(tops)) if tops else dataset
 
 
 def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError
 from equipoise.lipschitz.report import Report
-from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
+from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
 
@@ -167,7 +167,7 @@ def collect(
         run, model = runs[name], titles[name]
         norm = BALLS[run.settings.norm]
         panel = model if norm == "ℓ2" else f"{model}, {norm}"  # radii of two norms share no axis
-        attacks += closest(panel, name, [str(i) for i in run.ids], run.attacks())
+        attacks += closest(panel, name, run)
         for s in _series(name, panel, run, alpha):
             series.append(s)
             count, violations = run.contradictions(s.results)
@@ -212,17 +212,17 @@ def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
 def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, Any]:
     """Parameters, seeds and versions of a run."""
     manifest = run.manifest
+    facts = manifest.identity()
+    if alpha is not None:
+        facts["alpha"] = alpha
     return {
         "run": name,
+        **facts,
         "model": model,
-        "model hash": manifest.model.hash,
+        "model hash": facts["model"],
         "data": manifest.data.source,
-        "data fingerprint": manifest.data.fingerprint,
-        **run.settings.to_dict(),
-        **({} if alpha is None else {"alpha": alpha}),
+        "data fingerprint": facts["data"],
         "inputs": f"{len(run.rows)} of {run.total}",
-        "map": manifest.map,
-        "lipschitz": None if manifest.lipschitz is None else str(manifest.lipschitz),
         "note": manifest.note,
         "failed inputs": len(run.failures),
         "started": manifest.created,
@@ -281,31 +281,26 @@ def _published(name: str, path: Path) -> Series:
     return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
 
 
-def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
-    """For each kind of attack the distance of the closest misclassified point found, ∞ where none was.
+def closest(model: str, name: str, run: Run) -> list[Attacks]:
+    """The distance of the closest misclassified point found for each attacked input, ∞ where none was.
 
     Args:
         model: title of the network.
-        run: name of the run.
-        ids: of its inputs.
-        rows: stored attacks.
+        name: of the run.
+        run: with its attacks.
     """
-    attacks = []
-    stored = list(rows)
-    for kind in dict.fromkeys(row.kind for row in stored):
-        own = [row for row in stored if row.kind == kind]
-        distances: dict[str, float] = {}
-        for row in own:
-            reached = (
-                (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
-            )
-            distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
-        kept = tuple(i for i in ids if i in distances)
-        settings = {f"{row.steps} steps, seed {row.seed}" for row in own}
-        if kept:
-            distance = np.array([distances[i] for i in kept])
-            attacks.append(Attacks(model, run, kind, kept, distance, "; ".join(sorted(settings))))
-    return attacks
+    rows = run.attacks()
+    distances: dict[str, float] = {}
+    for row in rows:
+        reached = math.inf
+        if row.success:
+            reached = row.epsilon if row.distance is None else row.distance
+        distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
+    kept = tuple(str(i) for i in run.ids if str(i) in distances)
+    settings = sorted({f"{row.steps} steps, seed {row.seed}" for row in rows})
+    kind = "base" if run.kind == "proved" else "smoothed"
+    distance = np.array([distances[i] for i in kept])
+    return [Attacks(model, name, kind, kept, distance, "; ".join(settings))] if kept else []
 
 
 def as_document(data: ReportData) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class _Attacker:
     settings: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.kind: Any = "base" if self.run.kind == "proved" else "smoothed"
+        self.kind = "base" if self.run.kind == "proved" else "smoothed"
         self.device = self.job.spec.device
         self.module = self.job.spec.model.network(self.device)
         self.results = self.run.results()
@@ -259,7 +259,6 @@ class _Attacker:
             success = reached <= epsilon
             row = AttackRow(
                 id=item.id,
-                kind=self.kind,
                 epsilon=epsilon,
                 success=success,
                 distance=reached if success else None,

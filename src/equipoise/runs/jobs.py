@@ -19,7 +19,7 @@ from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
-from equipoise.runs.sources import Inputs, Item, check_label, denoised, portable
+from equipoise.runs.sources import Inputs, Item, check_label, portable
 from equipoise.runs.store import NAME as STORE
 from equipoise.runs.store import (
     Constant,
@@ -93,7 +93,6 @@ def certify(
     workers: int | None = None,
     address: str | None = None,
     batch_size: int | None = None,
-    denoiser: Any = None,
     name: str | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -112,7 +111,6 @@ def certify(
         workers: processes of a Ray cluster; None: this process.
         address: of an existing Ray cluster; None: one on this machine, started and stopped here.
         batch_size: most draws in one forward pass (memory); no number depends on it.
-        denoiser: a network from noisy image to image, put before the model.
         name: of the data, for the record.
         progress: called after every input with (row, done, total).
         **settings: the fields of `Settings`: sigma (needed), n0 = 100, n = 10,000, alpha = 0.001, procedure = "rivals", seed,
@@ -132,8 +130,6 @@ def certify(
     (3, True)
     """
     checked = Settings.of("sampled", settings)
-    if denoiser is not None:
-        model = denoised(denoiser, model)
     job = prepare(model, dataset, checked, batch_size=batch_size, name=name)
     return start(job, run_dir, workers=workers, address=address, progress=progress)
 

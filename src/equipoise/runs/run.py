@@ -455,19 +455,14 @@ class Run:
     def contradictions(self, results: Results) -> tuple[int, list[Violation]]:
         """How many inputs were attacked inside their certified radius, and the certificates that broke.
 
-        Only attacks on what the certificates are about count: the network of a proved run, else its smoothed version.
-
         Args:
             results: the certificates.
         """
-        kind = "base" if self.kind == "proved" else "smoothed"
         certified = self.certified(results)
         nearest: dict[InputId, float] = {}
         for row in self.attacks():
             distance = row.distance if row.success and row.distance is not None else math.inf
-            if row.kind == kind and min(distance * (1 + 1e-12), row.epsilon) < certified.get(
-                row.id, 0.0
-            ):
+            if min(distance * (1 + 1e-12), row.epsilon) < certified.get(row.id, 0.0):
                 nearest[row.id] = min(distance, nearest.get(row.id, math.inf))
         broken = [
             Violation(name, distance, certified[name])

@@ -26,7 +26,6 @@ from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing import Denoised
 from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
@@ -332,20 +331,6 @@ def portable(model: Any, source: str | None = None) -> Portable:
         source or f"{kind.__module__}:{kind.__qualname__}",
         next((batch for batch in fixed if batch is not None), None),
     )
-
-
-def denoised(denoiser: Any, model: Any) -> Portable:
-    """A denoiser in front of a model, as one model.
-
-    Args:
-        denoiser: a module from noisy image to image, or what `load_model` returned.
-        model: the classifier.
-    """
-    first = portable(denoiser)
-    second = portable(model)
-    pair: nn.Module = Denoised(first.network(), second.network())
-    digest = Digest("denoised").add("denoiser", first.hash).add("model", second.hash)
-    return Portable(pair, str(digest), f"{second.source} behind {first.source}")
 
 
 def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Portable:

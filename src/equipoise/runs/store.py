@@ -172,12 +172,7 @@ class Settings(Document):
     @property
     def levels(self) -> Levels:
         """The noise levels."""
-        levels = Levels.of(self.channels or self.sigma)
-        if levels.sigma != self.sigma:
-            raise InputError(
-                f"sigma must be the smallest of the channels {self.channels}, got {self.sigma}"
-            )
-        return levels
+        return Levels.of(self.channels or self.sigma)
 
     @property
     def row(self) -> Procedure:
@@ -295,7 +290,6 @@ class Recipe(Document):
     model: str
     data: str
     weights: str | None = None
-    denoiser: str | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     split: str | None = None
@@ -536,11 +530,11 @@ class Row(Document):
 class AttackRow(Document):
     """One attack on one input: whether some x' with ‖x' − x‖ ≤ epsilon was misclassified, and at what distance (run's norm).
 
+    What is attacked is what the run certifies: the network itself, or its smoothed version.
     The key is everything but the outcome: repeating an attack replaces its row, changing it adds one.
 
     Args:
         id: of the input.
-        kind: what was attacked, the network ("base") or its smoothed version ("smoothed").
         epsilon: radius of the attack.
         success: whether a misclassified point was found.
         distance: of that point.
@@ -549,7 +543,6 @@ class AttackRow(Document):
     """
 
     id: InputId
-    kind: Literal["base", "smoothed"]
     epsilon: NonNegative
     success: bool
     distance: NonNegative | None = None
@@ -637,9 +630,9 @@ class Store:
         )
 
     def attacks(self) -> list[AttackRow]:
-        """Every stored attack, by kind, epsilon and id."""
+        """Every stored attack, by epsilon and id."""
         rows = self._read("attack", AttackRow)
-        return sorted(rows, key=lambda row: (row.kind, row.epsilon, str(row.id)))
+        return sorted(rows, key=lambda row: (row.epsilon, str(row.id)))
 
     def _texts(self, kind: str) -> list[str]:
         """The payloads of one kind; sizes are checked before anything is read into memory."""

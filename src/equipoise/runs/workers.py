@@ -12,7 +12,7 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +86,9 @@ class TaskSpec:
 
 
 class Worker:
-    """Turns inputs into rows."""
+    """Turns inputs into rows; `measure` gives the fields of a row that depend on the kind of run."""
+
+    measure: Callable[[Item, Tensor], dict[str, Any]]
 
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
@@ -103,15 +105,6 @@ class Worker:
             values = {"failure": str(error)}
         seconds = max(0.0, time.process_time() - start)
         return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
-
-    def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """The fields of the row that depend on the kind of run.
-
-        Args:
-            item: the input.
-            x: its numbers, on the worker's device.
-        """
-        raise NotImplementedError
 
 
 class SampledWorker(Worker):

@@ -30,8 +30,7 @@ class Tally:
         closest_upper: the smallest `upper/truth − 1`: the nearer to 0, the harder the test was.
         closest_lower: the largest `lower/truth`: the nearer to 1, the harder.
         seconds: spent.
-        examples: the first violations, in words.
-        scripts: programs that show a violation by themselves.
+        examples: the first violations, in words or as programs that show them.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Tally:
     closest_lower: float = 0.0
     seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
-    scripts: list[str] = field(default_factory=list)
 
     def record(self, lower: Any, upper: Any, truth: Any, what: str) -> None:
         """Compare brackets with the truth.

@@ -89,9 +89,7 @@ def make_run(folder: Path) -> None:
         "lipschitz": 3.0,
     }
     run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
-    run.add_attacks(
-        [AttackRow(id=i, kind="base", epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)]
-    )
+    run.add_attacks([AttackRow(id=i, epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)])
 
 
 def open_run_of(folder: Path) -> str:
