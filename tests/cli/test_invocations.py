@@ -169,11 +169,3 @@ def test_broken_command_lines_are_sentences(place, monkeypatch, block):
     chance = random.Random(f"invocations {block}")
     for _ in range(10):
         check(mutated(chance))
-
-
-@pytest.mark.slow
-def test_many_broken_command_lines(place, monkeypatch):
-    monkeypatch.chdir(place)
-    chance = random.Random("many")
-    for _ in range(500):
-        check(mutated(chance))

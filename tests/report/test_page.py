@@ -7,7 +7,6 @@ import pytest
 from markupsafe import escape
 
 from equipoise.report import Attacks, Checked, ReportData, Series, figures, render
-from equipoise.report.page import in_script
 from equipoise.runs import Results
 
 PLOTLY = "window.Plotly = null;"
@@ -90,11 +89,6 @@ def test_what_is_not_guaranteed_is_stated(report_parts):
         assert words.lower() in page.lower(), words
 
 
-def test_an_assumed_constant_is_called_one(report_parts):
-    s = report_parts.series(procedure="lvm + Lipschitz", assumption="2, given by the user: an assumption, not checked")
-    assert "given by the user: an assumption, not checked" in render(ReportData("t", (s,)), PLOTLY)
-
-
 def test_broken_certificates_are_alarming(report_parts):
     data = ReportData("t", (report_parts.series(),), tested=Checked(5, ("input <3>",)))
     page = render(data, PLOTLY)
@@ -117,13 +111,6 @@ def test_infinite_radii_and_bounds_are_drawn_and_stored(report_parts):
     page = render(ReportData("t", (s,), audits={"deep": bound}), PLOTLY)
     assert "e+868" in page.replace("e868", "e+868") or "10^868" in page or "868" in page
     json.dumps(payload(page))
-
-
-def test_numbers_json_lacks_become_null():
-    assert json.loads(in_script({"a": float("inf"), "b": [float("nan"), np.float64(1.5)], "c": 2})) == {
-        "a": None, "b": [None, 1.5], "c": 2,
-    }  # fmt: skip
-    assert "\u2028" not in in_script("\u2028")
 
 
 def test_without_plotly_tables_alone(monkeypatch, report_parts):
