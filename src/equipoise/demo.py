@@ -53,14 +53,11 @@ class Settings:
     inputs: int = 120
     draws: int = 1000
     epochs: int = 20
-    width: int = 16
     steps: int = 20
-    smooth_steps: int = 6
-    votes: int = 400
 
 
 #: seconds instead of minutes: every step, too little of each to look good
-QUICK = Settings(16, 200, 4, 8, steps=6, smooth_steps=3, votes=100)
+QUICK = Settings(16, 200, 4, 6)
 
 
 def showcase(
@@ -86,7 +83,7 @@ def showcase(
         overrides=[
             "name=demo-noise",
             f"noise={{kind: gaussian, sigma: {SIGMA}}}",
-            f"model.arguments={{channels: [{s.width}, {2 * s.width}], hidden: {4 * s.width}}}",
+            "model.arguments={channels: [16, 32], hidden: 64}",
             "metrics.epsilons=[]",
             f"epochs={s.epochs}",
             f"seed={SEED}",
@@ -154,8 +151,8 @@ def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[R
             network,
             test,
             epsilons=EPSILONS,
-            steps=s.steps if run.kind == "proved" else s.smooth_steps,
-            votes=s.votes,
+            steps=s.steps if run.kind == "proved" else s.steps // 3,
+            votes=s.draws // 2,
             seed=SEED,
             progress=partial(show, f"attack the {network.source}: {run.folder.name}"),
         )

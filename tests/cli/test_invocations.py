@@ -62,7 +62,7 @@ VALID = [
     "train recipe.yaml --plan --json",
     "train recipe.yaml --from net --method sr --run-dir further",
     "scoreboard --data digits --small --minutes 0 --families bcop --losses la --seeds 1 --plan -o board --json",
-    "report run sure --audit net --alpha 0.01 -o page.html --json",
+    "report run sure --audit net -o page.html --json",
 ]
 #: what takes the place of a word; no large counts, which would only take long
 WORDS = [

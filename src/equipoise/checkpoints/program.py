@@ -412,29 +412,21 @@ class _Reader:
             if args and args[0] is False:
                 raise Refused("it has a condition on its batch that this batch does not meet")
         elif target in _SIZES or target in _ARITHMETIC:
-            self.values[_identifier(outputs[0][1]["as_name"])] = self.compute_size(target, args)
+            if target in _SIZES:
+                size = _SIZES[target](args[0].meta["val"], *args[1:])
+            elif all(type(argument) is int for argument in args):
+                size = _ARITHMETIC[target](*args)
+            else:
+                raise Refused(f"it calls {target!r} on something else than sizes")
+            if abs(size) >= 2**63:
+                raise Refused("it computes a size beyond 64 bits")
+            self.values[_identifier(outputs[0][1]["as_name"])] = size
         else:
             tag, several = outputs[0]
             places = several if tag == "as_tensors" else [body for _, body in outputs]
             names = [_identifier(place["name"]) for place in places]
             origin = _origin(value["metadata"].get("nn_module_stack"))
             self.call(find_operation(target), tuple(args), kwargs, names, origin)
-
-    def compute_size(self, target: str, args: list[Any]) -> int:
-        """A size, or arithmetic on sizes.
-
-        Args:
-            target: the operation, of the tables above.
-            args: its arguments.
-        """
-        if target in _SIZES:
-            return _SIZES[target](args[0].meta["val"], *args[1:])
-        if not all(type(argument) is int for argument in args):
-            raise Refused(f"it calls {target!r} on something else than sizes")
-        size = _ARITHMETIC[target](*args)
-        if abs(size) >= 2**63:
-            raise Refused("it computes a size beyond 64 bits")
-        return size
 
     def call(
         self,

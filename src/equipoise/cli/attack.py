@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,20 +129,20 @@ def predict(
     recipe = recipe.model_copy(update={"split": split})
     dataset = options.load_data(recipe)
     network = options.load_network(recipe, batch=stored.settings.chunk_size)
-    answers = [*predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)]
+    answers = predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)
     names: dict[Any, str] = dict(enumerate(stored.manifest.data.classes or ()))
-    rows = [asdict(a) | {"class": names.get(a.answer)} for a in answers]
+    rows = [row | {"class": names.get(row["answer"])} for row in answers]
     if json:
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
         print_table(
             "Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
         )
-        given = [a for a in answers if a.answer is not None]
-        right = sum(a.answer == a.label for a in given)
+        given = [row for row in rows if row["answer"] is not None]
+        right = sum(row["answer"] == row["label"] for row in given)
         tell(
-            f"{len(answers)} inputs, {len(answers) - len(given)} without an answer"
+            f"{len(rows)} inputs, {len(rows) - len(given)} without an answer"
             + f", {right} right" * dataset.labelled
         )
-    if any(a.failure for a in answers):
+    if any(row["failure"] for row in rows):
         raise typer.Exit(1)

@@ -51,7 +51,7 @@ def certify(
     Exit code 1: some inputs failed.
 
     Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
-    noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
+    noise (grid or float), device, target_radius (stop each input early: once this
     radius is decided); of model and data size ([32,32]), layout, columns
     (["x","y"]); of the execution workers (on Ray), address, batch_size.
 

@@ -149,14 +149,15 @@ def weight_rows(
                 count += 1
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
-                row: dict[str, Any] = {
-                    "name": name,
-                    "shape": list(shape),
-                    "dtype": str(header.get_dtype()),
-                }
-                row["note"] = _reason_to_skip(shape, row["dtype"])
-                row["status"] = "skipped" if row["note"] else "bracket"
-                if not row["note"]:
+                dtype = str(header.get_dtype())
+                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype}
+                row |= {"status": "bracket", "note": ""}
+                if not dtype.startswith(("F", "BF", "C")):
+                    row |= {"status": "skipped", "note": f"{dtype} is not floating point"}
+                elif not 2 <= len(shape) <= 5:
+                    note = f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+                    row |= {"status": "skipped", "note": note}
+                else:
                     try:
                         weight = weights.get_tensor(name)
                         row |= _columns(weight_bracket(weight, rtol, input_size))
@@ -201,14 +202,6 @@ def _indexed_files(index: Path) -> list[Path]:
     if outside:
         raise InputError(f"{index} names {outside[0]!r}, a file outside its own folder")
     return [index.parent / name for name in names]
-
-
-def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
-    if not dtype.startswith(("F", "BF", "C")):
-        return f"{dtype} is not floating point"
-    if 2 <= len(shape) <= 5:
-        return ""
-    return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
 
 
 def weight_bracket(

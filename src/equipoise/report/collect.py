@@ -120,7 +120,6 @@ def collect(
     *,
     title: str = "Certified robustness",
     intro: str = "",
-    alpha: float | None = None,
     audits: Mapping[str, Report] | None = None,
     notes: Iterable[str] = (),
 ) -> ReportData:
@@ -132,7 +131,6 @@ def collect(
         folders: run directories, or logs in Cohen's format (.tsv).
         title: of the page.
         intro: its first paragraph.
-        alpha: risk per input of sampled runs; default that of each run.
         audits: bounds of networks, by name.
         notes: further sentences about what is not guaranteed.
     """
@@ -168,7 +166,7 @@ def collect(
         norm = BALLS[run.settings.norm]
         panel = model if norm == "ℓ2" else f"{model}, {norm}"  # radii of two norms share no axis
         attacks += closest(panel, name, run)
-        for s in _series(name, panel, run, alpha):
+        for s in _series(name, panel, run):
             series.append(s)
             count, violations = run.contradictions(s.results)
             tried += count
@@ -179,7 +177,7 @@ def collect(
                 else "suspected: `equipoise attack` confirms or withdraws it"
             )
             broken += [f"input {v.id} of {name} ({s.procedure}): {verdict}" for v in violations]
-        about.append(_about(name, model, run, alpha))
+        about.append(_about(name, model, run))
         if not run.finished:
             remarks.append(
                 f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing."
@@ -209,12 +207,10 @@ def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
     return titles
 
 
-def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, Any]:
+def _about(name: str, model: str, run: Run) -> dict[str, Any]:
     """Parameters, seeds and versions of a run."""
     manifest = run.manifest
     facts = manifest.identity()
-    if alpha is not None:
-        facts["alpha"] = alpha
     return {
         "run": name,
         **facts,
@@ -230,39 +226,36 @@ def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, An
     }
 
 
-def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series]:
+def _series(name: str, model: str, run: Run) -> list[Series]:
     """The curve of a run's own procedure, then the plainer one that its draws give too."""
     settings = run.settings
     constant = run.manifest.lipschitz
-    ways: dict[str, dict[str, Any]] = {
-        "adaptive" if settings.adaptive else settings.procedure: {"alpha": alpha}
-    }
-    if run.kind == "proved":
-        ways = {run.results().procedure: {}}
-    elif settings.soft and constant is not None:
-        ways = {f"{settings.procedure} + Lipschitz": {"alpha": alpha}}
-        ways[settings.procedure] = {"alpha": alpha, "lipschitz": math.inf}
-    elif not settings.adaptive and not settings.soft:
-        ways.setdefault("cohen", {"alpha": alpha, "procedure": "cohen"})
-
+    own = run.results()
+    ways = {own.procedure: own}
     proved = run.kind == "proved"
+    if settings.soft and constant is not None:
+        ways = {f"{own.procedure} + Lipschitz": own}
+        ways[own.procedure] = run.results(lipschitz=math.inf)
+    elif not (proved or settings.soft or settings.adaptive or own.procedure == "cohen"):
+        ways["cohen"] = run.results(procedure="cohen")
+
     assumed = str(constant) if constant is not None and constant.assumed else ""
     return [
         Series(
             model,
             name,
             label,
-            tuple(str(i) for i in run.ids),
-            run.results(**options),
-            "" if "lipschitz" in options else assumed,
+            tuple(map(str, run.ids)),
+            results,
+            assumed if results is own else "",
             run.manifest.data.source,
             run.total,
-            own=len(options) < 2,
+            own=results is own,
             rivals=tuple(row.rival for row in run.rows) if proved else (),
             methods=tuple(row.failure or row.method for row in run.rows) if proved else (),
             norm=BALLS[settings.norm],
         )
-        for label, options in ways.items()
+        for label, results in ways.items()
     ]
 
 

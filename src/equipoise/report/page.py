@@ -46,8 +46,6 @@ def write_report(data: ReportData, path: str | Path, refresh: int | None = None)
         raise InputError(
             f"a report is an HTML file: give a name that ends in .html, got {path.name!r}"
         )
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     atomic_write(path, render(data, refresh=refresh))
     return path
 

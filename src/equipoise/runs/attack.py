@@ -283,16 +283,6 @@ class _Attacker:
         return replace(self.job.spec, manifest=manifest).classifier()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer to one input: a class, or None where it abstains; `failure` says why an input got none."""
-
-    id: InputId
-    label: int | None
-    answer: int | None
-    failure: str | None = None
-
-
 def predict_run(
     run: Run,
     model: Any,
@@ -302,8 +292,10 @@ def predict_run(
     alpha: float = 1e-3,
     limit: int | None = None,
     device: str = "cpu",
-) -> Iterator[Answer]:
-    """The answers of a run's classifier to other inputs, one by one.
+) -> Iterator[dict[str, Any]]:
+    """The answers of a run's classifier to other inputs, one by one: `id`, `label`, `answer`, and `failure`, why it got none.
+
+    The label is None where the data has none, the answer where the classifier abstains.
 
     Args:
         run: whose noise is used; a proved run answers with the network itself.
@@ -339,18 +331,19 @@ def predict_run(
     fresh = TaskSpec(network, run.manifest.reseeded(None), device, torch.empty(0))
     classifier = fresh.classifier() if sampled else None
     for position in Selection(limit=limit).positions(len(inputs)):
+        row: dict[str, Any] = {"id": inputs.ids[position]}
+        row |= dict.fromkeys(("label", "answer", "failure"))
         try:
             item = inputs.item(int(position))
             require_dimension(settings, item.x)
             x = item.x[None].to(device)
-            with torch.inference_mode():
-                answer = (
-                    module(x).argmax()
-                    if classifier is None
-                    else classifier.predict(x, n, alpha, ids=[item.id])[0]
-                )
+            if classifier is None:
+                with torch.inference_mode():
+                    answer = int(module(x).argmax())
+            else:
+                answer = int(classifier.predict(x, n, alpha, ids=[item.id])[0])
+            row["label"] = item.label if inputs.labelled else None
+            row["answer"] = answer if answer >= 0 else None
         except (EquipoiseError, OSError) as error:
-            yield Answer(inputs.ids[position], None, None, str(error))
-            continue
-        label = item.label if inputs.labelled else None
-        yield Answer(item.id, label, int(answer) if answer >= 0 else None)
+            row["failure"] = str(error)
+        yield row

@@ -35,7 +35,6 @@ from equipoise.runs.store import (
     Row,
     Settings,
     Store,
-    as_path,
     locked,
     read_manifest,
 )
@@ -197,18 +196,6 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _require_sound(settings: Settings, row: Procedure, lipschitz: Any) -> None:
-    """Refuse what the stored statistics cannot carry, and say why."""
-    if row.soft and not row.hard and not settings.soft:
-        raise Refused(
-            f"{row.name!r} needs soft scores, this run stored votes only: sample again with --procedure {row.name}"
-        )
-    if lipschitz is not None and not (settings.soft and row.soft):
-        raise Refused(
-            "votes have no Lipschitz constant: it can be given for runs and procedures of soft scores only"
-        )
-
-
 def _votes(settings: Settings, rows: list[Row]) -> Votes | Stopped:
     names = ("selection", "estimation", "draws")
     votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
@@ -251,7 +238,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = as_path(folder)
+        self.folder = Path(folder)
         self.manifest = read_manifest(folder)
 
     @property
@@ -326,14 +313,21 @@ class Run:
         alpha = settings.alpha if alpha is None else alpha
         own = procedure is None or (settings.adaptive and procedure == "adaptive")
         row = settings.row if own else find_procedure(str(procedure))
-        _require_sound(settings, row, lipschitz)
+        if row.soft and not row.hard and not settings.soft:
+            raise Refused(
+                f"{row.name!r} needs soft scores, this run stored votes only: sample again with --procedure {row.name}"
+            )
+        soft = settings.soft and row.soft
+        if lipschitz is not None and not soft:
+            raise Refused(
+                "votes have no Lipschitz constant: it can be given for runs and procedures of soft scores only"
+            )
 
         constant = manifest.lipschitz
         if lipschitz is not None:
             bound = as_upper(lipschitz, "Lipschitz constant of the network")
             constant = Constant.model_construct(value=bound, source="given")
         noise = settings.noise_law()
-        soft = settings.soft and row.soft
         places = [i for i, stored in enumerate(rows) if stored.failure is None]
         parts = []
         if places:
@@ -478,7 +472,7 @@ class Run:
             path: ends in .csv.
             results: what `results` returned; by default those of the run's own settings.
         """
-        path = as_path(path)
+        path = Path(path)
         if path.suffix != ".csv":
             raise InputError(f"cannot export to {path.name!r}: expected a name that ends in .csv")
         records = self._records(results or self.results())

@@ -70,7 +70,6 @@ class Settings(Document):
         map: of soft procedures: "global" (calibrated once, on 32 inputs), or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
-        nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise: "grid" (exact integers) or "float"; None: the grid for 8-bit data.
         cells: points per unit of the grid.
         dimension: numbers in one input.
@@ -100,7 +99,6 @@ class Settings(Document):
     map: str | None = None
     lipschitz: NonNegative | Literal["auto"] | None = None
     target_radius: Positive | None = None
-    nonfinite: Literal["refuse", "miss"] = "refuse"
     noise: NoiseName | None = None
     cells: Positive | None = None
     dimension: PositiveCount | None = None
@@ -366,16 +364,9 @@ class Manifest(Document):
         )
 
 
-def as_path(value: Any) -> Path:
-    """A path; anything else is refused."""
-    if not isinstance(value, str | Path):
-        raise InputError(f"expected a path, got {type(value).__name__}")
-    return Path(value)
-
-
 def is_run(folder: str | Path) -> bool:
     """Whether a directory holds a run."""
-    return (as_path(folder) / MANIFEST).is_file()
+    return (Path(folder) / MANIFEST).is_file()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -384,7 +375,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     Args:
         folder: the run directory.
     """
-    path = as_path(folder) / MANIFEST
+    path = Path(folder) / MANIFEST
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: it has no {MANIFEST}")
 
@@ -520,8 +511,7 @@ class Row(Document):
             return False
 
         complete = self.draws <= settings.n if settings.adaptive else self.draws == settings.n
-        missing = (self.n0 - sum(self.selection), self.draws - sum(self.estimation))
-        counted = min(missing) >= 0 if settings.nonfinite == "miss" else missing == (0, 0)
+        counted = (sum(self.selection), sum(self.estimation)) == (self.n0, self.draws)
         lengths = len(self.selection) == len(self.estimation) == classes
         soft = not manifest.scored or (self.soft is not None and self.soft.fits(classes))
         return self.n0 == settings.n0 and complete and counted and lengths and soft

@@ -11,7 +11,6 @@ import os
 import pickle
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +77,6 @@ class TaskSpec:
             seed=settings.seed,
             chunk_size=chunk,
             map=self.manifest.simplex,
-            nonfinite=settings.nonfinite,
             noise=settings.noise,
         )
         classifier.cells = settings.cells
@@ -126,8 +124,18 @@ class SampledWorker(Worker):
         counter = self.counter
         counter.votes = {s: np.zeros(counter.num_classes, dtype=np.int64) for s in Stream}
         values: dict[str, Any] = {"n0": settings.n0, "draws": settings.n}
-        if settings.adaptive:
-            values["draws"] = self._adaptive(item, x)
+        if settings.target_radius is not None:
+            outcome = certify_adaptive(
+                counter,
+                x[None],
+                settings.target_radius,
+                n0=settings.n0,
+                n_max=settings.n,
+                alpha=settings.alpha,
+                procedure=settings.procedure,
+                ids=[item.id],
+            )
+            values["draws"] = int(outcome.draws[0])
         elif self.spec.manifest.scored:
             values["soft"] = self._soft(item, x)
         else:
@@ -156,21 +164,6 @@ class SampledWorker(Worker):
                 tuple(part[0].tolist()) for part in (m.shift, m.first, m.second, m.cross)
             ),
         )
-
-    def _adaptive(self, item: Item, x: Tensor) -> int:
-        """The number of draws made until the answer was certain."""
-        settings = self.spec.settings
-        outcome = certify_adaptive(
-            self.counter,
-            x[None],
-            settings.target_radius or 0.0,
-            n0=settings.n0,
-            n_max=settings.n,
-            alpha=settings.alpha,
-            procedure=settings.procedure,
-            ids=[item.id],
-        )
-        return int(outcome.draws[0])
 
 
 def require_dimension(settings: Settings, x: Tensor) -> None:
@@ -315,6 +308,7 @@ def run_on_ray(
     try:
         import ray
         from ray.exceptions import RayError
+        from ray.util import ActorPool
     except ImportError as error:
         raise InputError("several workers need ray: pip install 'equipoise[ray]'") from error
 
@@ -340,17 +334,13 @@ def run_on_ray(
         payload = ray.put(ray.cloudpickle.dumps(spec))
         team += [kind.remote(payload, path, _software(spec)) for _ in range(workers)]
 
-        idle: deque[Any] = deque(team * AHEAD)
-        flying: dict[Any, Any] = {}
-        while True:
-            while idle and (item := next(items, None)) is not None:
-                actor = idle.popleft()
-                flying[actor.row.remote(item)] = actor
-            if not flying:
-                return
-            done, _ = ray.wait(list(flying), num_returns=1)
-            idle.append(flying.pop(done[0]))
-            yield ray.get(done[0])
+        pool = ActorPool(team * AHEAD)
+        for item in items:
+            if not pool.has_free():
+                yield pool.get_next_unordered()
+            pool.submit(lambda actor, item: actor.row.remote(item), item)
+        while pool.has_next():
+            yield pool.get_next_unordered()
     except (RayError, ConnectionError, TypeError, RuntimeError) as error:
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, EquipoiseError):
