@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+import equipoise as eq
 from equipoise.core import InputError
 from equipoise.core.files import read_json
 from equipoise.norms import spectral_norm
-from equipoise_lab.bench import growth, layers, pairs
+from equipoise_lab.bench import bundles, growth, layers, pairs
 from equipoise_lab.bench import norms as bench
 from equipoise_lab.timing import peak_bytes
 
@@ -99,3 +100,18 @@ def test_quick_sections_hold_every_layer():
     assert all(exports[name] == "Conv2d" for name in ("SN", "AOL", "SR t=2", "RKO", "BCOP"))
     assert len(profile.rows) == 9
     assert costs.to_dict()["goals"] == []
+
+
+def test_gram_iteration_bounds_norms_and_certifies_no_more_than_the_checker(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(512, 6).sign() + 0.1 * torch.randn(512, 6)
+    y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    model = bundles.train((6, 16, 16, 4), x, y, epsilon=0.1, epochs=20)
+    for weight in model.parameters():
+        exact = float(torch.linalg.matrix_norm(weight.detach().double(), 2))
+        assert exact * (1 - 1e-12) <= float(bundles.gram_norm(weight.detach(), 10)) <= exact * 1.01
+    claims = eq.certificates.write(model, x, y, tmp_path, epsilons=[0.1])
+    (checked,) = claims["radii"]["certified"].values()
+    coarse = bundles.gram_certified(model, x, y, 0.1, 4)
+    assert 0 < coarse <= checked
+    assert coarse <= bundles.gram_certified(model, x, y, 0.1, 10) <= checked
