@@ -91,7 +91,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path, net, xy, case):
 def test_attacks_are_stored_by_their_settings(tmp_path, net, xy):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=100)
     outcome = {"success": True, "distance": 0.25}
-    rows = [AttackRow(id=0, epsilon=0.5, steps=steps, **outcome) for steps in (5, 20)]
+    rows = [AttackRow(id=0, epsilon=epsilon, **outcome) for epsilon in (0.25, 0.5)]
     run.add_attacks(rows)
     run.add_attacks(rows)
     assert run.attacks() == rows
