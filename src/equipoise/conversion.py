@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import astuple, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +136,8 @@ def make_lipschitz(
     function changes, so train it further; then `result.rescale(example_input)` sets the factor again.
     `result.conversion` says what became of every module, and holds the report.
 
-    Guarantee: `lipschitz_bound(result, example_input).upper ≤ constant`. Without an example the shape is read
-    off a first dense layer; where that cannot be done the constant must follow from the construction of every module,
-    and is then an upper bound for all input sizes, else the call is refused.
+    Guarantee: `lipschitz_bound(result, example_input).upper ≤ constant`. Without an example the constant must follow from
+    the construction of every module, and is then an upper bound for all input sizes, else the call is refused.
 
     Args:
         model: any module; it is not changed.
@@ -147,18 +146,17 @@ def make_lipschitz(
         example_input: a batch of inputs (only the shape matters).
         options: for every layer, e.g. `t=3`.
 
-    >>> scaled = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
-    >>> 1.998 <= lipschitz_bound(scaled.eval(), torch.zeros(1, 4)).upper <= 2.0
+    >>> net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4)
+    >>> 1.998 <= lipschitz_bound(make_lipschitz(net, constant=2.0, example_input=x).eval(), x).upper <= 2.0
     True
     """
     if not (constant > 0 and math.isfinite(constant)):
         raise InputError(f"the constant must be a positive number, got {constant}")
     new, rows = convert(model, method, **options)
     scaled = Rescaled(new, constant)
-    example = first_input(new) if example_input is None else example_input
     report = None
-    if example is not None:
-        report = scaled.rescale(example)
+    if example_input is not None:
+        report = scaled.rescale(example_input)
     else:
         inner = known_constant(new)
         if inner is None:
@@ -171,22 +169,6 @@ def make_lipschitz(
     scaled.training = model.training
     scaled.conversion = Conversion(rows, float(constant), report)
     return scaled
-
-
-def first_input(model: nn.Module) -> Tensor | None:
-    """Zeros of the input's shape where the first thing a chain of modules does is a dense layer; None elsewhere.
-
-    >>> first_input(nn.Sequential(nn.Flatten(), nn.Linear(5, 2))).shape
-    torch.Size([1, 5])
-    """
-    while type(model) is nn.Sequential:
-        parts = (
-            part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout)
-        )
-        model = next(parts, nn.Identity())
-    if not isinstance(getattr(model, "in_features", None), int):
-        return None
-    return next(model.parameters()).new_zeros(1, cast(int, model.in_features))
 
 
 def export(model: nn.Module, example_input: Any = None) -> nn.Module:

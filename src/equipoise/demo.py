@@ -121,8 +121,7 @@ def showcase(
 def _check(model: nn.Module, folder: Path, s: Settings) -> str:
     """Certificates of the 1-Lipschitz network as plain files, checked by the program that shares no code with the library."""
     test = load_dataset("digits", "test")
-    x, y = test.batch(range(min(s.inputs, len(test))))
-    certificates.write(model, x, y, folder, epsilons=EPSILONS)
+    certificates.write(model, *test.batch(range(s.inputs)), folder, epsilons=EPSILONS)
     proved = certificates.check(folder)
     return (
         f"Checked by an independent program (`equipoise check {folder.name}`): {'; '.join(proved)}."
@@ -132,14 +131,13 @@ def _check(model: nn.Module, folder: Path, s: Settings) -> str:
 def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[Run]:
     """The proved run of a network and its sampled ones, attacked."""
     test = load_dataset("digits", "test")
-    common: dict[str, Any] = {"limit": s.inputs, "name": "digits"}
     noise: dict[str, Any] = {"sigma": SIGMA, "n": s.draws, "seed": SEED}
 
     def progress(row: Any, done: int, total: int) -> None:
         verb = "certify" if row.draws else "prove"
         show(f"{verb} the {network.source}", done, total)
 
-    common["progress"] = progress
+    common: dict[str, Any] = {"limit": s.inputs, "name": "digits", "progress": progress}
     runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", **common)]
     runs += [
         certify(network, test, run_dir=f"{prefix}-{name}", **options, **noise, **common)

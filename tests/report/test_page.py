@@ -41,7 +41,7 @@ def test_right_answers_without_a_proof_are_a_status_of_their_own(report_parts):
     results = Results(zeros, answer, prediction, np.array([0.5, 0.0, 0.0]), zeros.astype(bool), "", "deterministic")
     s = Series("net", "run", "deterministic", ("0", "1", "2"), results, rivals=(1, 1, 0), methods=("margin", "", ""))
     page = render(ReportData("t", (s,)), PLOTLY)
-    assert "1 proved, 1 right, nothing proved, 1 wrong" in page
+    assert "1 wrong, 1 right, nothing proved, 1 proved" in page
     assert payload(page)["series"][0]["status"] == ["proved", "right, nothing proved", "wrong"]
     assert "33.3 %" in page  # certified at ε = 0: one of three
 

@@ -157,7 +157,7 @@ def test_nan_for_some_noise(tmp_path):
     assert (found.prediction[5], found.radius[5], found.draws[5]) == (-1, 0.0, 0)
     assert (found.prediction[:5] >= 0).any()
     summary = run.summary([0.0])
-    assert (len(run.failures), summary.statuses.get("abstained", 0)) == (1, int(found.abstain.sum()) - 1)
+    assert (len(run.failures), summary.results.statuses.get("abstained", 0)) == (1, int(found.abstain.sum()) - 1)
 
 
 def test_failed_inputs_can_be_tried_again(tmp_path, xy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,16 +83,16 @@ def attack(
         options.interrupted(run)
 
     if json:
-        emit_json(summary.to_dict())
+        emit_json(asdict(summary))
     else:
         if summary.accuracy:
             rows = [
                 {
-                    "radius ε": format_down(e, 4),
-                    "certified": f"{percent(summary.certified[e])} %",
-                    f"attacked, {summary.kind}": f"{100 * share:.2f} %",
+                    "radius ε": format_down(row["epsilon"], 4),
+                    "certified": f"{percent(row['certified'])} %",
+                    f"attacked, {summary.kind}": f"{100 * row['attacked']:.2f} %",
                 }
-                for e, share in summary.accuracy.items()
+                for row in summary.accuracy
             ]
             print_table("Accuracy", rows)
         tell(*summary.lines())

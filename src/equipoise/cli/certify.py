@@ -61,10 +61,9 @@ def certify(
       equipoise certify model.onnx --data photos/ --set size=[32,32] --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
+    given = dict(locals())
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
-    given = locals() | {"sigma": levels[0] if len(levels) == 1 else levels}
-    given.pop("levels")
-    _perform("sampled", **given)
+    _perform("sampled", **(given | {"sigma": levels[0] if len(levels) == 1 else levels}))
 
 
 def prove(

@@ -15,7 +15,7 @@ from rich.table import Table
 
 def results() -> Console:
     """Console for results; not on a terminal it is wide enough that tables are not cut."""
-    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def messages() -> Console:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError
 from equipoise.lipschitz.report import Report
 from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
-
-Floats = NDArray[np.float64]
+from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class Series:
     results: Results
     assumption: str = ""
     data: str = ""
-    total: int | None = None
+    total: int = 0
     own: bool = True
     rivals: tuple[int, ...] = ()
     methods: tuple[str, ...] = ()
@@ -47,16 +45,7 @@ class Series:
     def inputs(self) -> str:
         """What shares are shares of: "20", or "3 of 20 so far"."""
         done = len(self.ids)
-        return (
-            str(done)
-            if self.total is None or done >= self.total
-            else f"{done} of {self.total} so far"
-        )
-
-    @property
-    def statuses(self) -> dict[str, int]:
-        """How many inputs are proved, right without a proof, wrong, abstained or failed."""
-        return dict(Counter(self.results.status))
+        return f"{done} of {self.total} so far" if done < self.total else str(done)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,14 +186,13 @@ def collect(
 def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
     """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
     models = {name: run.manifest.model for name, run in runs.items()}
-    namesakes = Counter(
-        source for source, _ in {(model.source, model.hash) for model in models.values()}
-    )
-    titles = {}
-    for name, model in models.items():
-        start = model.hash.removeprefix("sha256:")[:8]
-        titles[name] = model.source if namesakes[model.source] == 1 else f"{model.source} ({start})"
-    return titles
+    namesakes = Counter(model.source for model in set(models.values()))
+    return {
+        name: model.source
+        if namesakes[model.source] == 1
+        else f"{model.source} ({model.hash.removeprefix('sha256:')[:8]})"
+        for name, model in models.items()
+    }
 
 
 def _about(name: str, model: str, run: Run) -> dict[str, Any]:
@@ -307,14 +295,20 @@ def as_document(data: ReportData) -> dict[str, Any]:
         }
         entry |= {
             name: getattr(r, name)
-            for name in ("sigma", "alpha", "about", "labelled", "average_radius", "status")
+            for name in (
+                "sigma",
+                "alpha",
+                "about",
+                "labelled",
+                "average_radius",
+                "status",
+                "statuses",
+            )
         }
         columns = {"label": r.labels, "prediction": r.prediction, "radius": r.radius}
         entry |= {name: column.tolist() for name, column in columns.items()}
         shares = {str(e): float(r.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
-        series.append(
-            {**entry, "inputs": len(s.ids), "statuses": s.statuses, "certified_accuracy": shares}
-        )
+        series.append({**entry, "inputs": len(s.ids), "certified_accuracy": shares})
     return {
         "title": data.title,
         "created": data.created,

@@ -34,17 +34,11 @@ def labels(series: Sequence[Series]) -> list[str]:
     return [f"{s.procedure} ({s.run})" if several else s.procedure for s in series]
 
 
-def thinned(points: Floats, limit: int = POINTS) -> Floats:
-    """At most `limit` of the sorted distinct values, the first and the last included.
-
-    Args:
-        points: values; infinite ones are left out.
-        limit: how many are kept.
-    """
+def thinned(points: Floats) -> Floats:
+    """At most `POINTS` of the sorted distinct finite values, the first and the last included."""
     values = np.unique(points[np.isfinite(points)])
-    if len(values) <= limit:
-        return values
-    return values[np.unique(np.linspace(0, len(values) - 1, limit).round().astype(int))]
+    places = np.linspace(0, len(values) - 1, min(POINTS, len(values))).round().astype(int)
+    return values[np.unique(places)]
 
 
 def certified_curve(s: Series, end: float) -> tuple[list[float], list[float]]:

@@ -3,7 +3,7 @@ it is deployed."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,6 @@ INSIDE, BEYOND = 0.99, 1.5
 #: levels of the tests that call a smoothed attack successful, and that confirm one inside a certificate
 SUCCESS, CONFIRMED = 1e-3, 1e-6
 
-#: called after every input with the number of attacked inputs and of all inputs
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class AttackSummary:
@@ -43,8 +40,8 @@ class AttackSummary:
         inside: how many were attacked inside their certified radius.
         broken: certificates that broke there; any one is a bug, or the risk alpha.
         broken_beyond: how many of them broke at 1.5 times their radius: the power of the attack.
-        accuracy: ε → share of the inputs that no attack broke, an upper bound of the robust accuracy.
-        certified: ε → certified accuracy of the same inputs.
+        accuracy: for each `epsilon` the `attacked` accuracy, the share of the inputs that no attack broke, which is an upper
+            bound of the robust accuracy, and the `certified` accuracy of the same inputs.
         failures: why inputs could not be attacked.
     """
 
@@ -54,19 +51,8 @@ class AttackSummary:
     inside: int
     broken: list[Violation]
     broken_beyond: int
-    accuracy: dict[float, float]
-    certified: dict[float, float]
+    accuracy: list[dict[str, float]]
     failures: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        plain = asdict(self)
-        certified = plain.pop("certified")
-        shares = self.accuracy.items()
-        plain["accuracy"] = [
-            {"epsilon": e, "certified": certified[e], "attacked": share} for e, share in shares
-        ]
-        return plain
 
     def lines(self) -> list[str]:
         """The figures as sentences."""
@@ -99,7 +85,7 @@ def attack_run(
     seed: int = 0,
     limit: int | None = None,
     device: str = "cpu",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> AttackSummary:
     """Attacks on the inputs of a run: at 0.99 and 1.5 times every certified radius, and at given radii.
 
@@ -169,8 +155,14 @@ def attack_run(
         len(attacked),
         *run.contradictions(attacker.results),
         sum(success.get((name, certified[name] * BEYOND), False) for name in attacked),
-        {e: sum(not success[name, e] for name in attacked) / count for e in levels},
-        {e: sum(certified[name] >= e for name in attacked) / count for e in levels},
+        [
+            {
+                "epsilon": e,
+                "certified": sum(certified[name] >= e for name in attacked) / count,
+                "attacked": sum(not success[name, e] for name in attacked) / count,
+            }
+            for e in levels
+        ],
         failures,
     )
 
@@ -298,7 +290,7 @@ def predict_run(
     The label is None where the data has none, the answer where the classifier abstains.
 
     Args:
-        run: whose noise is used; a proved run answers with the network itself.
+        run: a sampled run of votes, whose noise is used.
         model: the model of the run; another one is refused.
         dataset: the inputs.
         n: draws per input.
@@ -319,17 +311,16 @@ def predict_run(
         raise InputError(
             f"{run.folder} certifies another model than {network.source}: nothing of it holds for it"
         )
-    sampled = run.kind == "sampled"
-    if sampled and settings.soft:
+    if run.kind == "proved" or settings.soft:
         raise Refused(
-            "answers are majority votes, but this run certifies soft scores: certify the inputs instead"
+            "answers are majority votes under noise: a proved run is about the answers of the network itself, and for a run of "
+            "soft scores certify the inputs instead"
         )
 
     inputs = Inputs.of(dataset)
-    module = network.network(usable_device(device))
     # fresh noise: the draws of the certificates are not used again
-    fresh = TaskSpec(network, run.manifest.reseeded(None), device, torch.empty(0))
-    classifier = fresh.classifier() if sampled else None
+    manifest = run.manifest.reseeded(None)
+    classifier = TaskSpec(network, manifest, usable_device(device), torch.empty(0)).classifier()
     for position in Selection(limit=limit).positions(len(inputs)):
         row: dict[str, Any] = {"id": inputs.ids[position]}
         row |= dict.fromkeys(("label", "answer", "failure"))
@@ -337,11 +328,7 @@ def predict_run(
             item = inputs.item(int(position))
             require_dimension(settings, item.x)
             x = item.x[None].to(device)
-            if classifier is None:
-                with torch.inference_mode():
-                    answer = int(module(x).argmax())
-            else:
-                answer = int(classifier.predict(x, n, alpha, ids=[item.id])[0])
+            answer = int(classifier.predict(x, n, alpha, ids=[item.id])[0])
             row["label"] = item.label if inputs.labelled else None
             row["answer"] = answer if answer >= 0 else None
         except (EquipoiseError, OSError) as error:

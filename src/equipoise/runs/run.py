@@ -42,11 +42,9 @@ from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
-from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
+from equipoise.smoothing.procedures import Ints, Partition, Procedure, find_procedure
+from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
 #: how the norm of a ball is written
@@ -81,9 +79,6 @@ class Results:
     sigma: float = 0.0
     notes: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.radius)
-
     @property
     def labelled(self) -> bool:
         """Whether any input has a label; where none has, every answer counts as right."""
@@ -104,6 +99,12 @@ class Results:
         """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
         cases = [self.failed, self.answer < 0, self.correct, self.right]
         return tuple(np.select(cases, STATUSES[:0:-1], STATUSES[0]).tolist())
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
+        counts = Counter(self.status)
+        return {name: counts[name] for name in STATUSES if counts[name]}
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
         """Certified accuracy at each ε."""
@@ -136,29 +137,27 @@ class Summary:
         """The share of right answers, certified or not."""
         return float(self.results.right.mean())
 
-    @property
-    def statuses(self) -> dict[str, int]:
-        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
-        counts = Counter(self.results.status)
-        return {name: counts[name] for name in STATUSES if counts[name]}
-
-    @property
-    def average_radius(self) -> float:
-        """Average certified radius."""
-        return self.results.average_radius
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         key = "certified_accuracy" if self.results.labelled else "certified_share"
         rows = self.run.rows
-        names = ("labelled", "procedure", "alpha", "sigma", "about", "notes", "average_radius")
+        names = (
+            "labelled",
+            "procedure",
+            "alpha",
+            "sigma",
+            "about",
+            "notes",
+            "average_radius",
+            "statuses",
+        )
         figures = {name: getattr(self.results, name) for name in names}
         figures |= {name: getattr(self.run, name) for name in ("kind", "total", "finished")}
-        figures |= {name: getattr(self, name) for name in ("clean", "statuses")}
         for name in ("accuracy", "deployed"):
             shares = getattr(self, name).items()
             figures[name] = [{"epsilon": e, key: share} for e, share in shares]
         return figures | {
+            "clean": self.clean,
             "done": len(rows),
             "failed": len(self.run.failures),
             "methods": Counter(row.method for row in rows if row.method),
@@ -177,7 +176,7 @@ class Summary:
         draws = f"{figures['draws']:,} draws, " if r.sigma else ""
         lines = [
             f"{figures['done']} of {figures['total']} inputs{progress}; {how}",
-            f"{_listed(self.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
+            f"{_listed(r.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
             f"{draws}{figures['seconds']:.1f} s of processor time",
         ]
         if r.labelled:

@@ -6,9 +6,9 @@ one is noticed, with its preprocessing in front.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
@@ -209,9 +210,7 @@ class Inputs:
             positions = np.arange(len(self))
         digest = Digest("inputs")
         for item in self.read(positions):
-            head = f"{item.id!r}|{item.label}|{item.x.dtype}|{tuple(item.x.shape)}|"
-            body = item.x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.feed(head.encode()).feed(body.numpy().tobytes())
+            digest.add(f"{item.id!r}|{item.label}", item.x)
         return str(digest)
 
     def read(self, positions: Ints) -> Iterator[Item]:
@@ -361,7 +360,7 @@ def _require_inference(program: ExportedProgram) -> None:
 
 
 def hash_module(model: nn.Module) -> str:
-    """sha256 over weights, buffers, the tree of modules with their settings, and the code of classes outside torch.
+    """sha256 over weights, buffers, the tree of modules with their settings, and the source of classes outside torch.
 
     Settings are the public attributes; what a forward pass reads from anywhere else (files, globals, private attributes) is
     not part of it.
@@ -376,28 +375,14 @@ def hash_module(model: nn.Module) -> str:
             if not key.startswith("_") and key != "training":
                 digest.add(f"{name}.{key}", _text(value))
         if not kind.__module__.startswith("torch."):
-            digest.add(kind.__qualname__, _code(kind))
+            with contextlib.suppress(OSError, TypeError):  # typed into a session: it has none
+                digest.add(kind.__qualname__, inspect.getsource(kind))
     return str(digest)
 
 
 def _text(value: Any) -> str:
-    """An attribute as text that is the same in every process: no addresses."""
-
-    def describe(part: Any) -> str:
-        if isinstance(part, Tensor | np.ndarray):
-            return Digest("").add("", part).hex()
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(part))
-
-    try:
-        return json.dumps(value, default=describe)
-    except (TypeError, ValueError):  # keys that are no text, or a cycle
-        return describe(value)
-
-
-def _code(kind: type) -> str:
-    """The source of a class, or its compiled methods where there is none (a class typed into a session)."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        functions = [f for _, f in sorted(vars(kind).items()) if inspect.isfunction(f)]
-        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_names) for f in functions])
+    """An attribute as text that is the same in every process: tensors by their digest, and no addresses."""
+    exact = pytree.tree_map_only(
+        (Tensor, np.ndarray), lambda part: Digest("").add("", part).hex(), value
+    )
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(exact))

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -30,11 +30,13 @@ from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import (
     Count,
     Document,
+    Model,
     NonNegative,
     PositiveCount,
     atomic_write,
     check_document,
     digest_document,
+    open_regular,
     parse_document,
     read_json,
 )
@@ -432,8 +434,6 @@ def _short(value: Any) -> str:
     return text[:19] + "…" if text.startswith("sha256:") else text
 
 
-Entry = TypeVar("Entry", bound=Document)
-
 NAME = "store.sqlite"
 #: characters of one payload
 LARGEST = 1 << 26
@@ -542,13 +542,11 @@ class AttackRow(Document):
 
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the run directory: one process at a time works on it, and a second holder is refused at once."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a directory")
     busy = f"another process is working on {folder}: wait for it, stop it, or use another run directory"
     return files.locked(folder / "lock", busy)
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """The store of a run directory, to be used in a `with` block.
 
     Args:
@@ -563,8 +561,8 @@ class Store:
         for ending in ("", "-journal", "-wal", "-shm"):
             # SQLite waits for ever for a named pipe
             path = f"{self.path}{ending}"
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise InputError(f"cannot read {path}: it is not a regular file")
+            if os.path.exists(path):
+                open_regular(path).close()
 
         empty = not (self.path.exists() and self.path.stat().st_size)
         # a reader opens for writing too, where it may: a killed writer's last transaction has to be rolled back
@@ -586,9 +584,6 @@ class Store:
             raise InputError(
                 f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together"
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.db.close()
@@ -636,7 +631,7 @@ class Store:
             texts = self.db.execute(f"SELECT payload {query} ORDER BY key", (kind,))
             return [text for (text,) in texts]
 
-    def _read(self, kind: str, model: type[Entry]) -> list[Entry]:
+    def _read(self, kind: str, model: type[Model]) -> list[Model]:
         """The payloads of one kind as typed documents."""
         return [
             parse_document(text, model, f"{self.path}, an entry of kind {kind}")

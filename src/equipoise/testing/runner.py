@@ -60,19 +60,15 @@ class Tally:
         for side, wrong, ends in (("upper", too_low, upper), ("lower", too_high, lower)):
             for i in wrong.nonzero().flatten().tolist():
                 self.violations += 1
-                self.explain(
-                    f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})"
-                )
+                if len(self.examples) < _MOST_EXAMPLES:
+                    self.examples.append(
+                        f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})"
+                    )
 
         positive = truth > 0
         if bool(positive.any()):
             self.closest_upper = min(self.closest_upper, float((upper / truth)[positive].min()) - 1)
             self.closest_lower = max(self.closest_lower, float((lower / truth)[positive].max()))
-
-    def explain(self, sentence: str) -> None:
-        """Keep a violation in words, if it is among the first."""
-        if len(self.examples) < _MOST_EXAMPLES:
-            self.examples.append(sentence)
 
 
 def _flat(value: Any) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from equipoise.checkpoints import load_model
-from equipoise.checkpoints.huggingface import is_hugging_face
 from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json
@@ -61,7 +60,7 @@ def robustify(
     The layers start from the weights they have; the certificate of the result is proved from its own weights. The run goes on
     where it stopped. `before-after.json` and `model.pt2`, the trained network with plain layers, are written beside it. The
     result of a checkpoint of a network of `nn.models` is such a checkpoint again; else `model.safetensors` belongs to
-    `make_lipschitz(factory(), method)`.
+    `make_lipschitz(network, method)`.
 
     Args:
         source: a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or `package.module:factory`, your own
@@ -129,7 +128,7 @@ def _prepare(
     document = default if recipe is None else read_recipe(recipe).to_dict()
     # wide dense layers cost less
     options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
-    document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
+    document["model"] = _converted(Path(source), method, options)
     checked = read_recipe(document, changes)
 
     parts = build_data(checked.data)
@@ -144,19 +143,12 @@ def _prepare(
     return checked, part, model, net
 
 
-def _converted(folder: Path, method: str, options: Document) -> Document | None:
-    """The recipe's model for a checkpoint of a builder of `nn.models`: the same builder, converted."""
-    if not folder.is_dir():
-        return None
-    config = read_json(folder / "config.json")
-    if is_hugging_face(config):
-        return {"factory": "equipoise.checkpoints:load_model", "arguments": {"source": str(folder)}}
+def _converted(source: Path, method: str, options: Document) -> Document:
+    """The recipe's model: for a checkpoint of a builder of `nn.models` the same builder, converted, else where it comes from."""
+    config = read_json(source / "config.json") if source.is_dir() else {}
     name = str(config.get("factory")).removeprefix("equipoise.nn.models:")
     if name not in MODELS:
-        raise InputError(
-            f"--from takes checkpoints of networks of equipoise.nn.models, {folder} names {config.get('factory')!r}; "
-            "name your own as package.module:factory, or convert a network in memory with equipoise.make_lipschitz"
-        )
+        return {"factory": "equipoise.checkpoints:load_model", "arguments": {"source": str(source)}}
     arguments = {"base": name, "arguments": config.get("arguments")}
     arguments |= {"method": method, "options": options}
     return {"factory": "equipoise.conversion:converted", "arguments": arguments}

@@ -1,7 +1,6 @@
 """What a recipe adds to the loss, does after a step, or does to the input: penalties, projections and augmentations."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from equipoise.regularizers.decay import ActivationDecay
 from equipoise.regularizers.noise import input_gradient_penalty
 from equipoise.regularizers.projections import clip_weights_, project_
 from equipoise.regularizers.selection import LINEAR_MAPS
-from equipoise.train.config import NonNegative, Positive
+from equipoise.train.config import Count, NonNegative, Positive, Share
 from equipoise.train.losses import Task
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -213,18 +212,15 @@ def guard(
 PROJECTIONS: dict[str, Callable[..., Term]] = {"norm": project_norm, "clip": clip, "guard": guard}
 
 
-def _augmentation(function: Callable[..., Tensor]) -> Callable[..., Augment]:
-    """A row for `function(x, generator, **options)`."""
+def flip(p: Share = 0.5) -> Augment:
+    """Each image is mirrored with probability p."""
+    return functools.partial(augment.random_flip, p=p)
 
-    def row(**options: Any) -> Augment:
-        inspect.signature(function).bind(None, None, **options)
-        return functools.partial(function, **options)
 
-    return row
+def pad_crop(padding: Count = 4) -> Augment:
+    """Each image is padded with zeros and cropped to its size again at a random place."""
+    return functools.partial(augment.random_crop, padding=padding)
 
 
 #: what is done to the training images
-AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
-    "flip": _augmentation(augment.random_flip),
-    "pad-crop": _augmentation(augment.random_crop),
-}
+AUGMENTATIONS: dict[str, Callable[..., Augment]] = {"flip": flip, "pad-crop": pad_crop}
