@@ -9,7 +9,8 @@ import numpy as np
 
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
-from equipoise.report.collect import Attacks, Floats, Series
+from equipoise.report.collect import Attacks, Series
+from equipoise.smoothing.ramp import Floats
 
 Figure = dict[str, Any]
 

@@ -27,13 +27,7 @@ from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
-from equipoise.train.journal import (
-    Position,
-    State,
-    claim,
-    save_state,
-    write_metrics,
-)
+from equipoise.train.journal import Position, State, claim, save_state, write_metrics
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.processes import from_first, key, rank, world

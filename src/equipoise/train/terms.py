@@ -157,9 +157,8 @@ def project_norm(
         only: types of layers.
         names: of layers.
     """
-    exponent: Any = p
     options = selection(only, names)
-    return Term(lambda: project_(context.model, exponent, radius, **options))
+    return Term(lambda: project_(context.model, p, radius, **options))
 
 
 def clip(context: Context, limit: NonNegative, only: Names = None, names: Names = None) -> Term:
