@@ -161,7 +161,7 @@ ARCHIVES = {
     "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "cannot read a.npz as .npz"),
     "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no labels"),
     "labels-of-another-part": ({"x_test": npy((1, 2, 2), body=bytes(4)), "y_train": LABEL}, "has no arrays"),
-    "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "holds no data"),
+    "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "not empty"),
     "one-label-for-two": ({"x": npy((2, 2, 2), body=bytes(8)), "y": LABEL}, "2 inputs but 1 labels"),
 }
 
