@@ -28,7 +28,7 @@ from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import is_unmodified
 from equipoise.core.precision import frobenius, inflate
-from equipoise.lipschitz.witness import attack
+from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.spectral import Cache, bracket
