@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.modules import flat_tensors
-from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
+from equipoise.lipschitz.decompose import decompose, is_mutable
 from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where
@@ -212,7 +212,8 @@ def choose_example(
             f"{what}: the bound is for a batch of one",
             f"{what}; {todo}" if count > 1 else "",
         )
-    return single, "", _MIXED if _samples_mix(model, batch, batch_dim, dims) else ""
+    apart = _holds(model, batch, lambda net, some: _stay_apart(net, some, batch_dim, dims))
+    return single, "", "" if apart else _MIXED
 
 
 def _sample(examples: Examples, dim: int, index: int) -> Examples:
@@ -259,11 +260,6 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
     )
 
 
-def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether samples give other values alone than next to others: a check, not a proof."""
-    return not _holds(model, batch, lambda net, some: _stay_apart(net, some, dim, dims))
-
-
 def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Examples], bool]) -> bool:
     """Whether a check holds in the model's own precision or else in float64: large offsets cancel with rounding."""
     if check(model, point):
@@ -278,7 +274,7 @@ def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Exampl
 def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
     """Whether the first and the last sample give alone what they give next to others, and next to samples of NaN.
 
-    Both ends, so that samples that read only those before them, or only those after them, are seen.
+    A check, not a proof. Both ends, so that samples that read only those before them, or only those after them, are seen.
     """
     size = batch[0].shape[dim]
     for i in (0, size - 1):
@@ -329,7 +325,10 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def same(net: nn.Module, point: Examples) -> bool:
-        return _same_values(net, program, point, exact=net is not model)
+        theirs = [t.detach() for t in flat_outputs(net(*(x.clone() for x in point)))]
+        with torch.no_grad():
+            ours = run_program(program, point, exact=net is not model)
+        return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
 
     for scale in (0.0, 1.0, 30.0):
         noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
@@ -338,16 +337,6 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
             if not _holds(model, point if scale else examples, same):
                 return False
     return True
-
-
-def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: bool) -> bool:
-    """Whether the program and the model give the same outputs, up to rounding."""
-    theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
-    with torch.no_grad():
-        ours = run_program(program, point, exact=exact)
-    return len(ours) == len(theirs) and all(
-        _agree(a, b, _ROUNDING) for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
@@ -377,7 +366,9 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
     return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _agree(a: Tensor, b: Tensor, rounding: dict[torch.dtype, float], least: float = 0.0) -> bool:
+def _agree(
+    a: Tensor, b: Tensor, rounding: dict[torch.dtype, float] = _ROUNDING, least: float = 0.0
+) -> bool:
     """Whether two outputs differ by no more than rounding, relative to the largest entry plus `least`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -400,13 +391,11 @@ def _exporting() -> Iterator[None]:
             for owner in (cudnn.conv, cudnn.rnn):
                 stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
             cudnn.allow_tf32 = True
-        with (
-            warnings.catch_warnings(),
-            unlogged(),
-            contextlib.redirect_stderr(io.StringIO()) as printed,
-        ):
-            warnings.simplefilter("ignore")
-            yield
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(unlogged())
+        printed = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        warnings.simplefilter("ignore")
+        yield
     if printed.getvalue():  # by the network itself, since nothing was raised
         sys.stderr.write(printed.getvalue())
 
@@ -470,12 +459,9 @@ def analyse(program: ExportedProgram) -> Program:
     # their new values come before the outputs
     changed = len(program.graph_signature.user_inputs_to_mutate)
     plain = decompose(program.graph_module.graph, inputs)
-    returned = next(n for n in plain.graph.nodes if n.op == "output")
+    returned: Any = plain.graph.output_node()
     returned.args = (returned.args[0][changed:],)
-    return _sorted_out(program, plain, [plain.places[n] for n in inputs])
-
-
-def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Node]) -> Program:
+    inputs = [plain.places[n] for n in inputs]
     values: dict[fx.Node, Any] = {
         plain.places[n]: v for n, v in lifted(program).items()
     } | plain.constants
@@ -583,7 +569,5 @@ def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     """What the output node reads, in order."""
     nodes: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op == "output":
-            fx.node.map_arg(node.args, nodes.append)
+    fx.node.map_arg(graph.output_node().args, nodes.append)
     return nodes

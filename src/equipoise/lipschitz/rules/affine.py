@@ -22,6 +22,7 @@ from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
     Step,
+    as_signal,
     copies,
     largest,
     lower,
@@ -271,13 +272,13 @@ def _interpolation(call: Call) -> Step | None:
             values = [call.lookup(v) for v in (gap.args[0], last, gate) if isinstance(v, fx.Node)]
             if len(values) < 3 or any(v.shape != call.shape for v in values):
                 continue
-            h, n, z = values
-            size = h.peak if isinstance(h, Signal) else largest(h)
-            inside = isinstance(n, Signal) and isinstance(z, Signal) and 0 <= z.low <= z.peak <= 1
-            if inside and math.isfinite(size + n.peak):
-                between = ((h, 1.0), (n, 1.0), (z, inflate(n.peak + size)))
-                gains = tuple(pair for pair in between if isinstance(pair[0], Signal))
-                return Step(gains, "interpolation", peak=inflate(max(n.peak, size)), map=Product())
+            h, n, z = (v if isinstance(v, Signal) else as_signal(call, v) for v in values)
+            reach = inflate(n.peak + h.peak)
+            if 0 <= z.low <= z.peak <= 1 and math.isfinite(reach):
+                between = zip(values, (1.0, 1.0, reach), strict=True)
+                gains = tuple((v, gain) for v, gain in between if isinstance(v, Signal))
+                peak = inflate(max(n.peak, h.peak))
+                return Step(gains, "interpolation", peak=peak, map=Product())
     return None
 
 
@@ -305,31 +306,21 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     shift = None
     offset, peak, norm, row, low = 0.0, 0.0, 0.0, 0.0, 0.0
     for value, factor in terms:
-        size = abs(factor)
         if isinstance(value, Signal):
             repeats = copies(value, call.shape)
-            grown = repeats if size == 1 else inflate(size * repeats)
-            gains.append((value, grown))
+            gains.append((value, repeats if abs(factor) == 1 else inflate(abs(factor) * repeats)))
             weights.append(factor)
-            peak = inflate(peak + size * value.peak)
-            norm = inflate(norm + grown * value.norm)
-            row = (
-                inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
-            )
-            if factor:
-                low = lower(low + factor * (value.low if factor > 0 else value.peak))
         else:
-            c = float64(value) * factor
+            c, factor = float64(value) * factor, 1.0
             shift = c if shift is None else shift + c
-            spread = torch.broadcast_to(c, call.shape)
-            length = inflate(norm_of(spread))
-            peak = inflate(peak + largest(c))
-            norm = inflate(norm + length)
-            offset = inflate(offset + length)
-            row = inflate(
-                row + (float(frobenius(spread, (-1,)).max()) if call.shape else largest(c))
-            )
-            low = lower(low + float(c.min()))
+            value, repeats = as_signal(call, torch.broadcast_to(c, call.shape)), 1.0
+            offset = inflate(offset + value.norm)
+        size = abs(factor)
+        peak = inflate(peak + size * value.peak)
+        norm = inflate(norm + inflate(size * repeats) * value.norm)
+        row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+        if factor:
+            low = lower(low + factor * (value.low if factor > 0 else value.peak))
     if len(gains) > 1:
         label = "sum" if min(weights) > 0 else "difference"
         map: Map = Sum(tuple(weights), shift)
@@ -365,7 +356,9 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():
-        norms = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
+        norms = spectral_norm(
+            constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
+        )
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
     top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0, map=Own())

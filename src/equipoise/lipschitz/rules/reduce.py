@@ -1,9 +1,12 @@
 """Reductions, pooling, resampling, order statistics and concatenations: exact norms, or contractions."""
 
 import functools
+import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,15 +20,13 @@ from equipoise.lipschitz.rules.registry import (
     Signal,
     Step,
     carried,
-    largest,
+    chosen,
     lower,
-    norm_of,
     per_axis,
-    repeated,
     root,
     rule,
 )
-from equipoise.lipschitz.rules.shapes import most_frequent, named
+from equipoise.lipschitz.rules.shapes import named
 from equipoise.lipschitz.values import aten_name
 from equipoise.norms import spectral_norm
 
@@ -78,33 +79,37 @@ def _max_pool(call: Call, *, d: int) -> Step:
     kernel = per_axis(call["kernel_size"], d)
     stride = per_axis(call["stride"], d, kernel)
     axes = zip(
-        call.x.shape[-d:], call.shape[-d:], kernel, stride, per_axis(call["padding"], d), per_axis(call["dilation"], d),
-        strict=True,
+        call.shape[-d:], kernel, stride, per_axis(call["padding"], d), per_axis(call["dilation"], d), strict=True
     )  # fmt: skip
-    windows = 1
-    for n, out, k, s, p, dilation in axes:
-        pixels = torch.arange(out)[:, None] * s - p + torch.arange(k) * dilation
-        inside = (pixels >= 0) & (pixels < n)
-        if not bool(inside.any(1).all()):
-            call.refuse(
-                "a window holds nothing but padding, so its maximum is −∞",
-                "pad less, or dilate less",
-            )
-        windows *= most_frequent(torch.where(inside, pixels + 1, 0))
-    return _pooled(call, windows, d)
+    return _pooled(
+        call,
+        [
+            [range(i * s - p, i * s - p + k * dilation, dilation) for i in range(out)]
+            for out, k, s, p, dilation in axes
+        ],
+    )
 
 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
     """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
-    windows = 1
-    for n, o in zip(call.x.shape[-d:], call.shape[-d:], strict=True):
-        pixels = [j + 1 for i in range(o) for j in range(i * n // o, -(-(i + 1) * n // o))]
-        windows *= most_frequent(torch.tensor(pixels))
-    return _pooled(call, windows, d)
+    axes = zip(call.x.shape[-d:], call.shape[-d:], strict=True)
+    return _pooled(
+        call, [[range(i * n // o, -(-(i + 1) * n // o)) for i in range(o)] for n, o in axes]
+    )
 
 
-def _pooled(call: Call, windows: int, d: int) -> Step:
-    return carried(call.x, root(windows), "max pooling", Largest(windows, sliding=True, dims=d))
+def _pooled(call: Call, axes: list[list[range]]) -> Step:
+    """Maxima over windows, given per axis as the pixels of each."""
+    d, most = len(axes), 1
+    for n, windows in zip(call.x.shape[-d:], axes, strict=True):
+        inside = [[i for i in window if 0 <= i < n] for window in windows]
+        if not all(inside):
+            call.refuse(
+                "a window holds nothing but padding, so its maximum is −∞",
+                "pad less, or dilate less",
+            )
+        most *= max(Counter(itertools.chain.from_iterable(inside)).values())
+    return carried(call.x, root(most), "max pooling", Largest(most, sliding=True, dims=d))
 
 
 def _linear_step(
@@ -222,9 +227,7 @@ def extreme(call: Call) -> Step:
 @rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
 def two_to_one(call: Call) -> Step:
     """The larger or smaller of two entries: root of the sum of squares."""
-    gains, fixed, peak = repeated(call, (call["self"], call["other"]))
-    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
-    return Step(gains, "maximum", "root", offset=offset, peak=peak, map=Largest())
+    return chosen(call, (call["self"], call["other"]), "maximum", Largest())
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
@@ -233,21 +236,13 @@ def concatenation(call: Call) -> Step:
     join = torch.stack if aten_name(call.node) == "stack.default" else torch.cat
     tensors = call["tensors"]
     signals = [t for t in tensors if isinstance(t, Signal)]
-    constants = [t for t in tensors if isinstance(t, Tensor) and t.numel()]
-    offset = inflate(math.hypot(*map(norm_of, constants)))
-    sources = _without_max_min(call, signals)
-    plain = sources == signals
     fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors)
-    return Step(
-        tuple((s, 1.0) for s in sources),
-        "concatenation",
-        "root",
-        offset=offset,
-        norm=inflate(math.hypot(*(t.norm for t in signals), offset)),
-        peak=max([t.peak for t in signals] + [largest(t) for t in constants]),
-        low=min([t.low for t in signals] + [float(t.min()) for t in constants]),
-        map=Join(fixed, functools.partial(join, dim=call["dim"])) if plain else Sorted(),
-    )
+    map = Join(fixed, functools.partial(join, dim=call["dim"]))
+    step = chosen(call, tensors, "concatenation", map, spread=False)
+    sources = _without_max_min(call, signals)
+    if sources == signals:
+        return step
+    return replace(step, gains=tuple((s, 1.0) for s in sources), map=Sorted())
 
 
 #: maxima, and minima, of two tensors and of a set of entries
