@@ -127,10 +127,11 @@ def rows(run: Propagation) -> tuple[Row, ...]:
         for member in block.members
         if member is not block.output
     }
-    layers = []
-    for node in run.program.nodes:
-        if node in blocks or (node not in inside and not _silent(run.steps[node])):
-            layers.append(_row(run, node, blocks.get(node), weights[node]))
+    layers = [
+        _row(run, node, blocks.get(node), weights[node])
+        for node in run.program.nodes
+        if node in blocks or (node not in inside and not _silent(run.steps[node]))
+    ]
     added = [row.weight * math.log(row.upper) if row.upper > 0 else 0.0 for row in layers]
     total = math.fsum(map(abs, added)) or 1.0
     return tuple(

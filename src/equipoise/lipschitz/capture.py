@@ -80,9 +80,8 @@ def capture(
         program = analyse(export(model, chosen))
         if not doubt and not _agrees(model, program, chosen):
             doubt = _DIFFERS
-    regions = find_regions(model, program.inputs, program.nodes, program.outputs)
     notes = tuple(text for text in (note, stored) if text)
-    return replace(program, regions=regions, notes=notes, doubt=doubt)
+    return replace(program, regions=find_regions(model, program), notes=notes, doubt=doubt)
 
 
 def require_module(model: Any) -> None:
@@ -250,14 +249,10 @@ def _samples(examples: Examples, dim: int) -> Examples:
 
 def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
     """The dimension of an output that holds the samples: the one that grew with their number."""
-    if alone.dim() != together.dim():
-        return None
-    grown = [d for d, (a, t) in enumerate(zip(alone.shape, together.shape, strict=True)) if a != t]
-    return (
-        grown[0]
-        if len(grown) == 1 and together.shape[grown[0]] == size * alone.shape[grown[0]]
-        else None
-    )
+    for d, n in enumerate(alone.shape):
+        if together.shape == (*alone.shape[:d], size * n, *alone.shape[d + 1 :]):
+            return d
+    return None
 
 
 def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Examples], bool]) -> bool:

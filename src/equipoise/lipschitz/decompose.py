@@ -169,7 +169,7 @@ def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
 #: polynomial inside g, `shifted`
 _ACTIVATIONS: dict[str, tuple[Any, dict[str, str], dict[tuple[int], float], bool]] = {
     "sigmoid.default": (_aten.silu.default, {}, {(1,): 1.0}, False),
-    "softplus.default": (_aten.mish.default, {}, {(1,): 1.0}, False),
+    "tanh of softplus": (_aten.mish.default, {}, {(1,): 1.0}, False),
     "erf.default": (_aten.gelu.default, {}, {(1,): math.sqrt(0.5)}, True),
     "tanh.default": (
         _aten.gelu.default,
@@ -186,14 +186,12 @@ def _gated(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | None:
         return None
     terms = _operands(node)
     for gate in terms:
-        inside = gate
-        if aten_name(gate) == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
-            inside = gate.args[0]
-        if aten_name(inside) not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
+        name, inside = aten_name(gate), gate
+        if name == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
+            name, inside = "tanh of softplus", gate.args[0]
+        if name not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
             continue
-        if aten_name(gate) == "softplus.default":
-            continue
-        activation, keywords, form, shifted = _ACTIVATIONS[aten_name(inside)]
+        activation, keywords, form, shifted = _ACTIVATIONS[name]
         for x in _operands(inside.args[0]) & terms:
             # constants may be stored in the tensor's dtype
             near = 1e-15 if x.meta["val"].dtype == torch.float64 else 2.0**-23

@@ -181,8 +181,8 @@ def _centering(call: Call, step: Step) -> Region | None:
     if aten_name(source) not in ("mean.dim", "mean.default") or source.args[0] is not x.node:
         return None
     named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-    dims = [d % len(x.shape) for d in named or range(len(x.shape))]
-    kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    like = torch.empty(x.shape, device="meta")
+    kept = like.mean(named or tuple(range(like.dim())), keepdim=True).shape
     if x.shape != call.shape or (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
         return None
     return Region(x.node, call.node, 1.0, module_path(call.node), "centering", "projection")
@@ -242,27 +242,20 @@ def combined(step: Step, logs: dict[fx.Node, float]) -> float:
     """
     if step.combine == "sum":
         return log_sum(log_product(log_up(gain), logs[s.node]) for s, gain in step.gains)
-    return log_root(_grouped(step, logs))
-
-
-def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
-    """Terms of a root of squares, with disjoint selections of one tensor merged: together they hold it at most once."""
-    terms: list[float] = []
-    groups: dict[fx.Node, list[tuple[Signal, float]]] = {}
+    groups: dict[fx.Node | None, list[tuple[Signal, float]]] = {}
     for s, gain in step.gains:
-        if s.part is None or s.part[0] not in logs:
-            terms.append(log_product(log_up(gain), logs[s.node]))
-        else:
-            groups.setdefault(s.part[0], []).append((s, gain))
+        base = s.part[0] if s.part is not None and s.part[0] in logs else None
+        groups.setdefault(base, []).append((s, gain))
+    terms: list[float] = []
     for base, members in groups.items():
-        apart = [log_product(log_up(gain), logs[s.node]) for s, gain in members]
-        read = torch.cat([s.part[1].flatten() for s, _ in members if s.part is not None])
-        if len(members) > 1 and read.unique().numel() == read.numel():
-            together = log_product(log_up(max(gain for _, gain in members)), logs[base])
-            terms.append(min(together, log_root(apart)))
-        else:
-            terms += apart
-    return terms
+        size = log_root(log_product(log_up(gain), logs[s.node]) for s, gain in members)
+        if base is not None:
+            read = torch.cat([s.part[1].flatten() for s, _ in members if s.part is not None])
+            if read.unique().numel() == read.numel():
+                top = max(gain for _, gain in members)
+                size = min(size, log_product(log_up(top), logs[base]))
+        terms.append(size)
+    return log_root(terms)
 
 
 def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:

@@ -157,27 +157,21 @@ def batch_norm(call: Call) -> Step:
             "batch normalisation with batch statistics mixes the samples", "call model.eval() first"
         )
     x = call.x
-    scale = normalising(call.constant("weight"), var, float(call["eps"]))
-    if not bool(torch.isfinite(scale).all()):
-        call.refuse(
-            "the running variance is negative or the scale is not finite", "check the checkpoint"
-        )
     shape = [1] * len(x.shape)
     shape[1] = -1
-    scale = scale.reshape(shape)
+    scale = normalising(call.constant("weight"), var, float(call["eps"])).reshape(shape)
     bias = 0.0 if call["bias"] is None else call.constant("bias").double().reshape(shape)
     centre = mean.double().reshape(shape) * scale
     shift = bias - centre
     size = centre.abs() + abs(bias)
     scaled = _scaling(call, x, scale, rounded=True)
-    high, far = scaled.gains[0][1], inflate(norm_of(shift))
-    positions = x.numel / max(1, scale.numel())
+    high, far = scaled.gains[0][1], inflate(norm_of(torch.broadcast_to(shift, x.shape)))
     return replace(
         scaled,
         label="batch norm",
         bracket=Bracket(largest(scale) * (1 - 2.0**-49), high, method="exact"),
-        offset=inflate(inflate(math.sqrt(positions)) * far),
-        peak=inflate(scaled.peak + far),
+        offset=far,
+        peak=inflate(scaled.peak + largest(shift)),
         row=math.inf,
         low=-math.inf,
         map=Scaled(scale, shift, size, _as_diagonal(scale, len(shape))),
@@ -191,6 +185,12 @@ def multiplication(call: Call) -> Step:
     if isinstance(a, Signal) and isinstance(b, Signal):
         return branch_product(call, a, b)
     return _scaling(call, a, float64(b)) if isinstance(a, Signal) else _scaling(call, b, float64(a))
+
+
+@rule("aten.neg.default", "aten._neg_view.default")
+def negative(call: Call) -> Step:
+    """`−x`: an isometry."""
+    return _scaling(call, call.x, float64(-1.0))
 
 
 @rule("aten.div.Tensor", "aten.div.Scalar")
@@ -209,7 +209,7 @@ def division(call: Call) -> Step:
 
 def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if not bool(torch.isfinite(c).all()):
-        call.refuse("the constant factor is not finite", "check the constants")
+        call.refuse("the constant factor is not finite", "check the constants (a variance < 0?)")
     top = largest(c)
     top = inflate(top) if rounded else top
     gain, form = top, None
@@ -253,11 +253,17 @@ def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     return Diagonal(c.flatten(), 1, error) if dim == 1 else None
 
 
-@rule("aten.add.Tensor", "aten.add.Scalar")
+@rule(*(f"aten.{name}.{kind}" for name in ("add", "sub", "rsub") for kind in ("Tensor", "Scalar")))
 def addition(call: Call) -> Step:
-    """`a + α·b`: the bounds of the branches add up; a constant only shifts."""
-    terms = (call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))
-    return _interpolation(call) or sum_of(call, terms)
+    """`a + α·b`, `a − α·b` and `b − α·a`: the bounds of the branches add up; a constant only shifts."""
+    a, b, alpha = call["self"], call["other"], float(call.get("alpha", 1))
+    match aten_name(call.node).partition(".")[0]:
+        case "add":
+            return _interpolation(call) or sum_of(call, ((a, 1.0), (b, alpha)))
+        case "sub":
+            return sum_of(call, ((a, 1.0), (b, -alpha)))
+        case _:
+            return sum_of(call, ((a, -alpha), (b, 1.0)))
 
 
 def _interpolation(call: Call) -> Step | None:
@@ -280,18 +286,6 @@ def _interpolation(call: Call) -> Step | None:
                 peak = inflate(max(n.peak, h.peak))
                 return Step(gains, "interpolation", peak=peak, map=Product())
     return None
-
-
-@rule("aten.sub.Tensor", "aten.sub.Scalar")
-def subtraction(call: Call) -> Step:
-    """`a − α·b`."""
-    return sum_of(call, ((call["self"], 1.0), (call["other"], -float(call.get("alpha", 1)))))
-
-
-@rule("aten.rsub.Scalar", "aten.rsub.Tensor")
-def reverse_subtraction(call: Call) -> Step:
-    """`b − α·a`."""
-    return sum_of(call, ((call["self"], -float(call.get("alpha", 1))), (call["other"], 1.0)))
 
 
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Scaled
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
-from equipoise.maps.linear import Diagonal
 from equipoise.maps.pointwise import (
     TABLE,
     Pointwise,
@@ -35,16 +33,20 @@ _aten = torch.ops.aten
 # --- activations ------------------------------------------------------------------------------------------------------------
 
 
-def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
+def pointwise(
+    call: Call, curve: Pointwise | Callable[[Call], Pointwise], label: str, note: str = ""
+) -> Step:
     """The step of an activation.
 
     Args:
         call: its first signal is the argument.
-        curve: the function.
+        curve: the function, or what makes it of the call's parameters.
         label: shown in the report.
         note: shown in the report's row.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
+    if not isinstance(curve, Pointwise):
+        curve = curve(call)
     offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
     return Step(
@@ -106,10 +108,6 @@ def _threshold(call: Call) -> Pointwise:
     return clamp(value)
 
 
-def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
-    return pointwise(call, curve(call), label)
-
-
 #: curves with a parameter of the call
 _CURVES: dict[str, Callable[[Call], Pointwise]] = {
     "elu": _elu,
@@ -121,15 +119,7 @@ _CURVES: dict[str, Callable[[Call], Pointwise]] = {
     "softshrink": lambda call: softshrink(float(call["lambd"])),
 }
 for _name, _made in _CURVES.items():
-    rule(f"aten.{_name}.default")(functools.partial(_row, curve=_made, label=_name))
-
-
-@rule("aten.neg.default", "aten._neg_view.default")
-def negative(call: Call) -> Step:
-    """`−x`: an isometry."""
-    x, minus = call.x, torch.tensor(-1.0, dtype=torch.float64)
-    map = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
-    return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=map)
+    rule(f"aten.{_name}.default")(functools.partial(pointwise, curve=_made, label=_name))
 
 
 @rule("aten.softplus.default")

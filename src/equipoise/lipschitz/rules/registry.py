@@ -299,13 +299,13 @@ def norm_of(values: Tensor | None) -> float:
 
 def largest(value: Tensor | complex) -> float:
     """Upper bound of the entries of a constant, in modulus; 0 if it has none."""
-    if not isinstance(value, Tensor):
-        return inflate(abs(value)) if isinstance(value, complex) else abs(float(value))
-    if value.numel() == 0:
+    kind = torch.complex128 if isinstance(value, complex) else torch.float64
+    c = value if isinstance(value, Tensor) else torch.tensor(value, dtype=kind)
+    if c.numel() == 0:
         return 0.0
-    if value.is_complex():
-        return inflate(float(value.detach().to(torch.complex128).abs().max()))
-    return float(value.detach().abs().max())
+    if c.is_complex():
+        return inflate(float(c.detach().to(torch.complex128).abs().max()))
+    return float(c.detach().abs().max())
 
 
 def lower(x: float) -> float:
