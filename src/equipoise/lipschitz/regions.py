@@ -206,7 +206,11 @@ def residual_bound(
         return None
     low, high = min(0.0, slopes[0]), max(0.0, slopes[1])
     K, R = ours.double(), sign * theirs.double()  # R holds the adjoint of sign·A
-    t = _multipliers(K, R)
+    # t_j ≥ 0 per row of B that makes R_j + t_j·K_j smallest
+    rows = K.flatten(1)
+    squares = rows.square().sum(1)
+    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, 1.0)
+    t = t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
     E = R + t * K
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
         return None  # not such a block: the sum of the branches is as good
@@ -224,11 +228,3 @@ def residual_bound(
     curved = max(inflate(1 - low * inflate(m * m)), inflate(high * inflate(m * m)) - 1, 1.0)
     # B is known up to B.error: A D (B + ΔB) adds ‖A‖‖ΔB‖, and E D B reads the true B (b covers it)
     return inflate(curved + inflate(max(high, -low) * inflate(error * b + a * B.error)))
-
-
-def _multipliers(K: Tensor, R: Tensor) -> Tensor:
-    """`t_j ≥ 0` per row of B that makes `R_j + t_j·K_j` smallest, shaped to multiply K."""
-    rows = K.flatten(1)
-    squares = rows.square().sum(1)
-    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, torch.ones_like(squares))
-    return t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))

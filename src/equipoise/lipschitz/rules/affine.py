@@ -93,11 +93,7 @@ def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_map
     dims = weight.dim() - 2
     dilation = per_axis(call["dilation"], dims)
     padding = 0 if call["padding"] == "valid" else call["padding"]
-    if padding == "same":
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        amount = tuple((r // 2, r - r // 2) for r in reach)
-    else:
-        amount = tuple((p, p) for p in per_axis(padding, dims))
+    amount = None if padding == "same" else [(p, p) for p in per_axis(padding, dims)]
     stride, size = per_axis(call["stride"], dims), shape and shape[-dims:]
     return linear_maps.convolution(
         weight, "zeros", stride, dilation, int(call["groups"]), amount, size
@@ -241,16 +237,10 @@ def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
+    long = tuple(i - c.dim() for i, n in enumerate(c.shape) if n > 1)
+    dim = {(): 1, (1 - dims,): 1, (-1,): -1}.get(long)
     error = inflate(8 * 2.0**-53 * largest(c))
-    if c.numel() == 1:
-        return Diagonal(c.reshape(1), 1, error)
-    long = [c.dim() - i for i, n in enumerate(c.shape) if n > 1]
-    if len(long) != 1:
-        return None
-    dim = dims - long[0]
-    if dim == dims - 1:
-        return Diagonal(c.flatten(), -1, error)
-    return Diagonal(c.flatten(), 1, error) if dim == 1 else None
+    return None if dim is None else Diagonal(c.flatten(), dim, error)
 
 
 @rule(*(f"aten.{name}.{kind}" for name in ("add", "sub", "rsub") for kind in ("Tensor", "Scalar")))

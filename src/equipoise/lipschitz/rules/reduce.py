@@ -33,20 +33,11 @@ from equipoise.norms import spectral_norm
 # --- sums, means and norms --------------------------------------------------------------------------------------------------
 
 
-def _count(call: Call, x: Signal) -> int:
-    """Number of entries that one output entry reads."""
-    dim = call.get("dim")
-    if dim is None or dim == []:
-        return x.numel
-    dims = {d % len(x.shape) for d in (dim if isinstance(dim, list | tuple) else [dim])}
-    return math.prod(x.shape[d] for d in dims)
-
-
 @rule("aten.mean.dim", "aten.mean.default")
 def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
     x = call.x
-    n = _count(call, x)
+    n = x.numel // max(1, math.prod(call.shape))
     gain = inflate(1 / math.sqrt(n)) if n > 1 else 1.0
     return Step(((x, gain),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average())
 
@@ -55,7 +46,7 @@ def mean(call: Call) -> Step:
 def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
     x = call.x
-    n = _count(call, x)
+    n = x.numel // max(1, math.prod(call.shape))
     peak, low = inflate(n * x.peak), lower(n * x.low)
     return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=peak, low=low, map=Average())
 
@@ -274,21 +265,16 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     if node.target is operator.getitem:
         node = node.args[0]
     name = aten_name(node)
-    if name not in _LARGER + _SMALLER or node.kwargs:
-        return ("other",), []
-    kind = "larger" if name in _LARGER else "smaller"
-    operands = [call.lookup(n) for n in node.all_input_nodes]
-    if not all(isinstance(s, Signal) for s in operands):
-        return ("other",), []
-    if len(operands) == 2:  # maximum(a, b)
-        both = frozenset(_identity(n) for n in node.args)
-        fits = len(both) == 2 and all(s.shape == part.shape for s in operands)
-        return (kind, both) if fits else ("other",), operands
-    if len(node.args) < 2 or part.numel == operands[0].numel:
-        return ("other",), []
-    shape = operands[0].shape
-    dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    return (kind, _identity(node.args[0]), frozenset(d % len(shape) for d in dims)), operands
+    known = name in _LARGER + _SMALLER and not node.kwargs
+    operands = [call.lookup(n) for n in node.all_input_nodes] if known else []
+    match operands:
+        case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
+            of: Any = frozenset(_identity(node.args))
+        case [Signal(numel=n)] if part.numel < n and len(node.args) > 1:
+            of = _identity(node.args)
+        case _:
+            return ("other",), []
+    return ("larger" if name in _LARGER else "smaller", of), operands
 
 
 def _identity(argument: Any, depth: int = 4) -> Any:

@@ -246,9 +246,7 @@ def _nonfinite(value: Any) -> float | None:
     if not isinstance(value, Tensor) or bool(torch.isfinite(value).all()):
         return None
     rest = value[~torch.isfinite(value)]
-    if rest.is_complex() or bool(rest.isnan().any()):
-        return math.nan
-    return float(rest.max())
+    return math.nan if rest.is_complex() else float(rest.max())
 
 
 def _absorbed(node: fx.Node) -> bool:
