@@ -191,28 +191,19 @@ def choose_example(
         )
     count = examples[0].shape[batch_dim]
     single = _sample(examples, batch_dim, 0)
-    alone = _outputs(model, single)
-    if alone is None:  # with a batch of one the capture says why
+    if _outputs(model, single) is None:  # with a batch of one the capture says why
         whole = f"the model does not run on one sample: the bound is for the example as a whole, a batch of {count}"
         return examples, whole if count > 1 else "", ""
     batch = _samples(examples, batch_dim)
-    together = _outputs(model, batch)
-    size = batch[0].shape[batch_dim]
-    dims = (
-        [None]
-        if together is None
-        else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
-    )
-    if None in dims:
-        what = "an output has no batch dimension, or the model does not run on several samples"
-        todo = "pass one sample, or batch_dim=None to bound the input as a whole"
-        return (
-            single,
-            f"{what}: the bound is for a batch of one",
-            f"{what}; {todo}" if count > 1 else "",
-        )
-    apart = _holds(model, batch, lambda net, some: _stay_apart(net, some, batch_dim, dims))
-    return single, "", "" if apart else _MIXED
+    reasons = (_mixture(net, point, batch_dim) for net, point in _precisions(model, batch))
+    reason = next(reasons)
+    if reason == _MIXED and next(reasons, _MIXED) == "":
+        reason = ""
+    if reason != _NO_BATCH:
+        return single, "", reason
+    todo = "pass one sample, or batch_dim=None to bound the input as a whole"
+    doubt = f"{_NO_BATCH}; {todo}" if count > 1 else ""
+    return single, f"{_NO_BATCH}: the bound is for a batch of one", doubt
 
 
 def _sample(examples: Examples, dim: int, index: int) -> Examples:
@@ -225,6 +216,7 @@ _MIXED = (
     "dimension?), so a Lipschitz bound per sample does not exist; say which dimension holds the samples (batch_dim=1 for "
     "recurrent layers without batch_first), or batch_dim=None to bound the input as a whole"
 )
+_NO_BATCH = "an output has no batch dimension, or the model does not run on several samples"
 #: samples that are compared: of small inputs at least (a prime, so that no shift along the batch ends where it began), of large
 #: inputs at least and at most, and what is small, in entries
 _SMALL, _FEWEST, _MOST, _ENTRIES = 11, 3, 8, 2**18
@@ -255,21 +247,21 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
     return None
 
 
-def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Examples], bool]) -> bool:
-    """Whether a check holds in the model's own precision or else in float64: large offsets cancel with rounding."""
-    if check(model, point):
-        return True
+def _precisions(model: nn.Module, point: Examples) -> Iterator[tuple[nn.Module, Examples]]:
+    """The model in its own precision, then in float64: large offsets cancel with rounding."""
+    yield model, point
     try:
         wide = copy.deepcopy(model).double()
     except Exception:  # noqa: BLE001 – a module may forbid copies in any way
-        return False
-    return check(wide, tuple(x.double() for x in point))
+        return
+    yield wide, tuple(x.double() for x in point)
 
 
-def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether the first and the last sample give alone what they give next to others, and next to samples of NaN.
+def _mixture(model: nn.Module, batch: Examples, dim: int) -> str:
+    """Why the first or the last sample does not give alone what it gives next to others, and next to samples of NaN.
 
-    A check, not a proof. Both ends, so that samples that read only those before them, or only those after them, are seen.
+    A check, not a proof; empty where they do. Both ends, so that samples that read only those before them, or only those
+    after them, are seen.
     """
     size = batch[0].shape[dim]
     for i in (0, size - 1):
@@ -283,11 +275,14 @@ def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int 
             if together is None and others is poisoned:
                 continue  # the model refuses NaN
             if alone is None or together is None:
-                return False
-            for a, t, d in zip(alone, together, dims, strict=True):
-                if not _agree(a, t.chunk(size, d or 0)[i], _MIXING, 1.0):
-                    return False
-    return True
+                return _NO_BATCH
+            for a, t in zip(alone, together, strict=True):
+                d = _batch_dim(a, t, size)
+                if d is None:
+                    return _NO_BATCH
+                if not _agree(a, t.chunk(size, d)[i], _MIXING, 1.0):
+                    return _MIXED
+    return ""
 
 
 def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
@@ -329,7 +324,7 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
         noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
         point = tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True))
         with torch.set_grad_enabled(scale == 1):
-            if not _holds(model, point if scale else examples, same):
+            if not any(same(*each) for each in _precisions(model, point if scale else examples)):
                 return False
     return True
 
