@@ -206,16 +206,14 @@ def verify_property(
                 run, cache, engine.rounding, points.reshape(-1, *shape)
             ),
         )
-        verdict: bool | Tensor = True
+        unproved = False
         for box in boxes:
             answer = _check(engine.network, box, attack, ball, began + seconds)
-            verdict = verdict and answer if isinstance(answer, bool) else answer
             if isinstance(answer, Tensor):
-                break
-    spent = time.process_time() - began
-    if isinstance(verdict, Tensor):
-        return Answer("violated", spent, verdict, function(verdict.reshape(1, *shape))[0])
-    return Answer("holds" if verdict else "unknown", spent)
+                (output,) = function(answer.reshape(1, *shape))
+                return Answer("violated", time.process_time() - began, answer, output)
+            unproved |= not answer
+    return Answer("unknown" if unproved else "holds", time.process_time() - began)
 
 
 def _check(

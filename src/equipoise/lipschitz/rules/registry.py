@@ -335,14 +335,15 @@ def copies(signal: Signal, shape: Shape) -> float:
 
 
 def as_signal(call: "Call", c: Tensor) -> Signal:
-    """A constant in float64 with the bounds of its size, as signals have them.
+    """A constant, real in float64 or complex, with the bounds of its size, as signals have them.
 
     Args:
         call: the node that reads it.
         c: the constant, not empty.
     """
     row = float(frobenius(c, (-1,)).max()) if c.dim() else largest(c)
-    return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), float(c.min()))
+    low = -math.inf if c.is_complex() else float(c.min())
+    return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), low)
 
 
 def chosen(
@@ -363,7 +364,7 @@ def chosen(
         if isinstance(value, Signal):
             gains.append((value, copies(value, call.shape) if spread else 1.0))
         elif not isinstance(value, Tensor) or value.numel():
-            c = float64(value)
+            c = value if isinstance(value, Tensor) and value.is_complex() else float64(value)
             fixed.append(as_signal(call, torch.broadcast_to(c, call.shape) if spread else c))
     every = [*fixed, *(s for s, _ in gains)]
     offset = inflate(math.hypot(*(s.norm for s in fixed)))

@@ -161,6 +161,8 @@ def identity(call: Call) -> Step:
 def pad(call: Call) -> Step:
     """Padding: √ of how often the most copied entry appears; zeros 1, reflect and circular ≤ √2 per axis, replicate √(p + 1)."""
     x, mode = call.x, call.get("mode", "constant")
+    if isinstance(call["value"], complex):
+        call.refuse("padding by a complex number")
     value = float(call["value"] or 0.0)
     twice = list(call["pad"])
     fixed = mode == "constant"
