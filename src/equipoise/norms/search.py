@@ -22,6 +22,7 @@ from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
 from equipoise.norms.cholesky import below, expected_loss, lanczos, perturb, random_start
+from equipoise.norms.gram import entries_norm
 from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together
@@ -68,7 +69,7 @@ class SymbolBound:
 
 
 def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
-    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group.
+    """All points `2πj/n` of a grid, half of them by symmetry, for every group.
 
     As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
     are kept, need the planes that are their own mirror image whole.
@@ -78,11 +79,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         sizes: points per axis.
         points: whether the cells are points.
     """
-    dims, real = len(sizes), not symbol.kernel.is_complex()
-    counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]
+    dims = len(sizes)
+    counts = [sizes[0] // 2 + 1, *sizes[1:]]
     index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
     grid = torch.tensor(sizes)
-    if real and points:
+    if points:
         mirrored = (-index) % grid
         place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
         index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
@@ -124,7 +125,7 @@ class Search:
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
             before = self.best
             if len(cells) > 12:
-                self._probe(_split(self._here(step), real=False))
+                self._probe(_split(self._here(step), halved=False))
             if self.best <= before * (1 + self.tol / 4):
                 break
         return self._finish(cells)
@@ -161,9 +162,7 @@ class Search:
             if not len(left) or not any(left.half):
                 return self._finish(left)
             # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
-            children = _split(
-                left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2
-            )
+            children = _split(left, True, 3 if len(left) <= 12 else 2)
             if self.evaluated + len(children) > self.budget:
                 return self._finish(left, proved=False)
             cells = children
@@ -222,17 +221,11 @@ class Search:
 
     def _scout(self, cells: Cells) -> None:
         """Raise the best value at the cells with the largest Gram matrices."""
-        sizes = self._sizes(cells)
-        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
-
-    def _sizes(self, cells: Cells) -> Tensor:
-        """Bounds of the Frobenius norms of the Gram matrices."""
-        if self.symbol.correlations is not None:
-            return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        return torch.cat(
-            [self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks]
+        sizes = torch.cat(
+            [entries_norm(self.symbol.gram(x.groups, x.omega, self.dtype)) for x in chunks]
         )
+        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
@@ -241,7 +234,7 @@ class Search:
     def _climb(self, half: tuple[float, ...]) -> None:
         """Raise the best value by looking around it at finer and finer scales."""
         for _ in range(5):
-            around = _split(self._here(half), real=False)
+            around = _split(self._here(half), halved=False)
             self._probe(around)
             half = around.half
 
@@ -275,9 +268,8 @@ class Search:
         """Prove as many centres as possible below their thresholds; the others are returned."""
         self.evaluated += len(cells)
         tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
-        large = (self._sizes(cells) > tau).nonzero()[:, 0]
-        left, scores = [large[:0]], [tau[:0]]
-        for rows in self._chunks(large):
+        left, scores = [cells.index[:0]], [tau[:0]]
+        for rows in self._chunks(cells.index):
             part, limit = cells.take(rows), tau[rows]
             G = self.symbol.gram(part.groups, part.omega, self.dtype)
             open_ = ~below(G, limit, dtype=self.proof_dtype)
@@ -327,14 +319,14 @@ def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Ten
     return value.double(), P[:, 0].conj().resolve_conj()
 
 
-def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
-    """Two or three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
+def _split(cells: Cells, halved: bool, parts: int = 3) -> Cells:
+    """Two or three children along every axis with a width; only one of each pair ±ω where they are `halved`."""
     places = [(2 * i + 1) / parts - 1 for i in range(parts)]
     steps = [[x * h for x in places] if h else [0.0] for h in cells.half]
     moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64)
     omega = (cells.omega[:, None] + moves).flatten(0, 1)
     groups = cells.groups.repeat_interleave(len(moves))
-    if real:
+    if halved:
         keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
         omega, groups = omega[keep], groups[keep]
     slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap
