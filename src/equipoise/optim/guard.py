@@ -473,18 +473,11 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
 
 
 def _place(name: str, module: nn.Module, attribute: str = "weight", **options: Any) -> Place:
-    """A place, refused where its parameter is computed, sharded or repeats its own memory."""
+    """A place, refused where its parameter is computed, or sharded and not one matrix."""
     parameter = plain_weight(name, module, attribute)
-    if is_sharded(parameter):
-        if parameter.dim() != 2 or options.get("rows") is not None:
-            raise Refused(
-                f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
-            )
-    elif any(
-        step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
-    ):
+    if is_sharded(parameter) and (parameter.dim() != 2 or "rows" in options):
         raise Refused(
-            f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own"
+            f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
         )
     return Place(name, module, attribute, parameter, **options)
 
