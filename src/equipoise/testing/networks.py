@@ -10,7 +10,7 @@ from equipoise.certificates import describe
 from equipoise.checker.check import Network
 from equipoise.conversion import export
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.lipschitz.witness import attack
+from equipoise.lipschitz.attack import attack
 from equipoise.testing.runner import Batch
 
 _SQUARE = ("SLL", "CPL")
