@@ -135,12 +135,12 @@ def deflated_bracket(
     if change is None:
         return lower, _largest(a, b, cross), Q_next
     D, drift = change
-    upper = _largest(a, b + drift, cross)
+    upper = _largest(a, inflate(b + drift), cross)
     if upper > enough:  # what D does to the directions themselves does not count
         inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
         inside = max(0.0, inside) / math.sqrt(1 + spread)
         drift = math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside)))
-        upper = _largest(a, b + drift, cross)
+        upper = _largest(a, inflate(b + drift), cross)
     return lower, upper, Q_next
 
 

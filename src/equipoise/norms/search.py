@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.norms.cholesky import below, expected_loss, lanczos, perturb, random_start
+from equipoise.norms.cholesky import below, expected_loss, lanczos, random_start
 from equipoise.norms.gram import entries_norm
 from equipoise.norms.symbol import Symbol
 
@@ -56,16 +56,12 @@ class Cells:
 
 @dataclass(frozen=True)
 class SymbolBound:
-    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`.
-
-    `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
-    """
+    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`."""
 
     upper: float
     group: int
     omega: Tensor
     proved: bool
-    vector: Tensor | None = None
 
 
 def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
@@ -113,7 +109,6 @@ class Search:
         self.best = 0.0  # largest ‖E‖₂² met, an estimate that only steers
         self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
-        self.vector: Tensor | None = None
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
     def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
@@ -143,7 +138,7 @@ class Search:
         ]
         omega = torch.tensor(points, dtype=torch.float64)
         groups = torch.full((len(points),), self.where[0])
-        best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes))).max(0)
         return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
     def over_all(self) -> SymbolBound:
@@ -201,11 +196,6 @@ class Search:
         width = 1 if self.proof_dtype is torch.complex64 else 2
         return rows.split(max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
 
-    def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
-        if value > self.best:
-            self.best, self.where, self.vector = value, (group, omega.clone()), v.clone()
-        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
-
     def _threshold(self, cells: Cells) -> Tensor:
         """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
@@ -240,29 +230,23 @@ class Search:
 
     def _probe(self, cells: Cells) -> None:
         """Raise the best value by the values at the given centres."""
-        value, v = self._values(cells)
-        i = int(value.argmax())
-        self._raise(
-            float(value[i]) * (1 - min(1e-6, self.tol / 8)),
-            int(cells.groups[i]),
-            cells.omega[i],
-            v[i],
-        )
+        values = self._values(cells)
+        i = int(values.argmax())
+        value = float(values[i]) * (1 - min(1e-6, self.tol / 8))
+        if value > self.best:
+            self.best, self.where = value, (int(cells.groups[i]), cells.omega[i].clone())
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
 
-    def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
+    def _values(self, cells: Cells) -> Tensor:
+        """‖E‖₂² at the given centres (few of them): estimates that only steer."""
         G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
-            return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
-        value, v = (
-            _powers(G, 8)
-            if self.vector is None
-            else _powers(G, 4, perturb(self.vector.to(G.dtype)))
-        )
-        for i in value.topk(min(2, len(value))).indices:
-            v[i] = lanczos(G[i].matmul, v[i], steps=20, converged=self.tol / 64)
-            value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
-        return value, v
+            return torch.linalg.eigvalsh(G)[:, -1]
+        values = _powers(G, 8)
+        for i in values.topk(min(2, len(values))).indices:
+            v = lanczos(G[i].matmul, random_start(self.c, G), steps=32, converged=self.tol / 64)
+            values[i] = torch.linalg.vector_norm(G[i] @ v) / torch.linalg.vector_norm(v)
+        return values
 
     def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the others are returned."""
@@ -275,7 +259,7 @@ class Search:
             open_ = ~below(G, limit, dtype=self.proof_dtype)
             if bool(open_.any()):
                 left.append(rows[open_])
-                scores.append(_powers(G[open_])[0])
+                scores.append(_powers(G[open_]))
         index = torch.cat(left)
         if len(index):  # a centre that could not be proved may be higher than the best value so far
             top = torch.cat(scores).topk(min(12, len(index))).indices
@@ -304,19 +288,20 @@ class Search:
             stubborn = 0 if self.target > before else stubborn + 1
         reached = 0 < self.target <= deflate(self.enough * self.enough)
         upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], proved, self.vector)
+        return SymbolBound(upper, self.where[0], self.where[1], proved)
 
 
-def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rough values of `λ_max(G)` of Hermitian matrices and their vectors, by a few power steps: they only rank."""
-    first = random_start(G.shape[-1], G) if start is None else start.conj()
-    P = first.expand(len(G), 1, -1)  # rows: batched products like them better
+def _powers(G: Tensor, steps: int = 4) -> Tensor:
+    """Rough values of `λ_max(G)` of Hermitian matrices, by a few power steps: they only rank."""
+    P = random_start(G.shape[-1], G).expand(
+        len(G), 1, -1
+    )  # rows: batched products like them better
     value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
     for _ in range(steps):
         P = P @ G
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
-    return value.double(), P[:, 0].conj().resolve_conj()
+    return value.double()
 
 
 def _split(cells: Cells, halved: bool, parts: int = 3) -> Cells:

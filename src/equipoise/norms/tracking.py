@@ -15,7 +15,6 @@ certificate.
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from equipoise.core.precision import (
     working_dtype,
 )
 from equipoise.maps.geometry import circular_lattice, padding_norm
-from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
+from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.reading import read
 from equipoise.norms.cholesky import cholesky_bracket, perturb, syrk, syrk_error
 from equipoise.norms.convolution import conv_bracket
@@ -164,7 +163,7 @@ class TrackedNorm:
         """
         assert self.proof is not None
         kappa, proof = self.kappa, self.proof
-        difference = torch.sub(A, proof.S, alpha=kappa, out=_scratch(A))
+        difference = torch.sub(A, proof.S, alpha=kappa)
         d = self._size(difference)
         s = inflate(kappa * proof.size)
         u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
@@ -223,22 +222,6 @@ def frobenius_norm(A: Tensor) -> float:
         return 0.0
     slack = (1 + gamma(rows.shape[1] + 8, A.dtype)) * (1 + gamma(len(rows) + 8, torch.float64))
     return inflate(norm * slack) + math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
-
-
-_SCRATCH = threading.local()
-
-
-def _scratch(like: Tensor) -> Tensor:
-    """Memory for a tensor of this shape, the same for all weights: fresh memory costs more than the difference put there."""
-    kind = f"{like.device} {like.dtype}"
-    buffer = getattr(_SCRATCH, kind, None)
-    if buffer is None or buffer.numel() < like.numel():
-        buffer = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-        setattr(_SCRATCH, kind, buffer)
-    flat = buffer[: like.numel()]
-    if like.dim() == 2 and like.mT.is_contiguous():
-        return flat.view(like.mT.shape).mT
-    return flat.view(like.shape)
 
 
 class TrackedMatrix(TrackedNorm):
@@ -357,21 +340,6 @@ def _padding_factor(conv: Convolution) -> float:
     return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))
 
 
-def _weight_of(form: Linear) -> Tensor:
-    """The numbers a map is made of, for their dtype and device."""
-    if isinstance(form, Adjoint):
-        return _weight_of(form.conv)
-    if isinstance(form, Padding):
-        return torch.zeros(())
-    return (
-        form.matrix
-        if isinstance(form, Matrix)
-        else form.factor
-        if isinstance(form, Diagonal)
-        else form.weight
-    )
-
-
 class SingularVectors:
     """Subspace iteration on `AᵀA`, warm-started: a few right singular vectors of a map that follow it while it trains.
 
@@ -399,8 +367,10 @@ class SingularVectors:
     def iterate(self, steps: int) -> None:
         """`V ← orth(AᵀA V)`, `steps` times."""
         form = self.form()
-        self.V = self.V.to(_weight_of(form))
         turned = form.adjoint()
+        layer = turned if isinstance(form, Adjoint) else form
+        assert isinstance(layer, Matrix | Convolution)
+        self.V = self.V.to(layer.matrix if isinstance(layer, Matrix) else layer.weight)
         for _ in range(steps):
             V = turned.apply(form.apply(self.V))
             if bool((torch.linalg.vector_norm(V.flatten(1), dim=1) > 0).all()) and bool(

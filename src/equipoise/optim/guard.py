@@ -315,7 +315,7 @@ class SpectralGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, after the model's own state was loaded.
 
-        Nothing in the state is trusted: what it claims is proved again, and proofs that do not hold are made anew.
+        The state holds no claims: every proof is made again, at the stored weight.
         """
         missing = [one.name for one in self.layers if f"{one.name}/restored" not in state]
         if "steps" not in state or missing:
@@ -369,22 +369,21 @@ class SpectralGuard:
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         return low or one.upper > self._limit(one)
 
+    @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
-        with torch.no_grad(), full_precision():
-            self._hold(layers)
-
-    def _hold(self, layers: list[Guarded]) -> None:
-        for one in layers:
-            self._bracket(one)
-        for attempt in range(60):
-            flags = _agreed(
-                [self._exceeds(one) for one in self.layers], self.layers[0].weight.device
-            )
-            pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
-            if not pending:
-                return
-            for one in pending:
-                self._bring_back(one, attempt)
+        """Bracket these layers, and bring back all that are too large."""
+        with full_precision():
+            for one in layers:
+                self._bracket(one)
+            for attempt in range(60):
+                flags = _agreed(
+                    [self._exceeds(one) for one in self.layers], self.layers[0].weight.device
+                )
+                pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
+                if not pending:
+                    return
+                for one in pending:
+                    self._bring_back(one, attempt)
         worst = pending[0]
         raise Refused(
             f"could not bring the norm of {worst.name!r} to {worst.radius} in {worst.weight.dtype}: "
@@ -473,18 +472,11 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
 
 
 def _place(name: str, module: nn.Module, attribute: str = "weight", **options: Any) -> Place:
-    """A place, refused where its parameter is computed, sharded or repeats its own memory."""
+    """A place, refused where its parameter is computed, or sharded and not one matrix."""
     parameter = plain_weight(name, module, attribute)
-    if is_sharded(parameter):
-        if parameter.dim() != 2 or options.get("rows") is not None:
-            raise Refused(
-                f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
-            )
-    elif any(
-        step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
-    ):
+    if is_sharded(parameter) and (parameter.dim() != 2 or "rows" in options):
         raise Refused(
-            f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own"
+            f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
         )
     return Place(name, module, attribute, parameter, **options)
 
