@@ -23,7 +23,7 @@ from torch import Tensor
 from equipoise.core.precision import deflate, inflate
 from equipoise.norms.cholesky import below, expected_loss, lanczos, random_start
 from equipoise.norms.gram import entries_norm
-from equipoise.norms.symbol import Symbol
+from equipoise.norms.symbol import Symbol, grid_frequencies
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
@@ -75,15 +75,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         sizes: points per axis.
         points: whether the cells are points.
     """
-    dims = len(sizes)
-    counts = [sizes[0] // 2 + 1, *sizes[1:]]
-    index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
-    grid = torch.tensor(sizes)
-    if points:
-        mirrored = (-index) % grid
-        place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
-        index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
-    omega = index * (2 * math.pi / grid.double())
+    dims, omega = len(sizes), grid_frequencies(sizes)
+    if not points:
+        counts = [sizes[0] // 2 + 1, *sizes[1:]]
+        index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
+        omega = index * (2 * math.pi / torch.tensor(sizes).double())
     groups = symbol.kernel.shape[0]
     return Cells(
         torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims
