@@ -68,7 +68,7 @@ def test_the_first_commands_end_in_a_certificate(folder, follow):
     lines = [[changed.get(word, word) for word in line] for line in commands() if line[0] != "audit"]
     summary = follow(lines)
     assert summary.accuracy[0.0] > 0
-    assert summary.average_radius > 0
+    assert summary.results.average_radius > 0
 
 
 def test_a_network_of_ones_own_is_made_robust(tmp_path, monkeypatch, equipoise):

@@ -5,10 +5,8 @@ import equipoise as eq
 from equipoise.core import InputError
 from equipoise.core.files import read_json
 from equipoise.norms import spectral_norm
-from equipoise.runs import open_run
-from equipoise_lab.bench import bundles, growth, layers, pairs, runs
+from equipoise_lab.bench import bundles, growth, layers, pairs
 from equipoise_lab.bench import norms as bench
-from equipoise_lab.bench.smoothing import small_cnn
 from equipoise_lab.timing import peak_bytes
 
 
@@ -102,24 +100,6 @@ def test_quick_sections_hold_every_layer():
     assert all(exports[name] == "Conv2d" for name in ("SN", "AOL", "SR t=2", "RKO", "BCOP"))
     assert len(profile.rows) == 9
     assert costs.to_dict()["goals"] == []
-
-
-def test_rows_have_the_common_form():
-    found = [
-        runs.overhead_row("small CNN", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100),
-        runs.overhead_row("soft", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100, procedure="lvm"),
-        runs.reading_row(200),
-    ]
-    for row in found:
-        assert set(row) == {"name", "ours", "baseline", "ratio", "goal"}
-        assert row["ratio"] > 0
-
-
-def test_the_made_up_run_is_a_run(tmp_path):
-    runs.write_votes(tmp_path, 50, 4)
-    run = open_run(tmp_path)
-    assert run.finished
-    assert len(run.certificates(alpha=0.01, procedure="cohen")) == 50
 
 
 def test_gram_iteration_bounds_norms_and_certifies_no_more_than_the_checker(tmp_path):
