@@ -238,9 +238,9 @@ class Search:
         G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
             return torch.linalg.eigvalsh(G)[:, -1]
-        values = _powers(G, 8)
+        values = _powers(G)
         for i in values.topk(min(2, len(values))).indices:
-            v = lanczos(G[i].matmul, random_start(self.c, G), steps=32, converged=self.tol / 64)
+            v = lanczos(G[i].matmul, random_start(self.c, G), steps=20, converged=self.tol / 16)
             values[i] = torch.linalg.vector_norm(G[i] @ v) / torch.linalg.vector_norm(v)
         return values
 
@@ -287,13 +287,13 @@ class Search:
         return SymbolBound(upper, self.where[0], self.where[1], proved)
 
 
-def _powers(G: Tensor, steps: int = 4) -> Tensor:
-    """Rough values of `λ_max(G)` of Hermitian matrices, by a few power steps: they only rank."""
+def _powers(G: Tensor) -> Tensor:
+    """Rough values of `λ_max(G)` of Hermitian matrices, by four power steps: they only rank."""
     P = random_start(G.shape[-1], G).expand(
         len(G), 1, -1
     )  # rows: batched products like them better
     value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
-    for _ in range(steps):
+    for _ in range(4):
         P = P @ G
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
