@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import pathlib
+import sys
 import types
 
 import pytest
@@ -45,6 +46,26 @@ def data_dir() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip("the real data is not here: set EQUIPOISE_DATA to its folder")
     return folder
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`install(module, code, group, entries)`: what pip would leave of a package with one module and entry points."""
+    installed = []
+
+    def make(module, code, group, entries):
+        folder = tmp_path / "site" / f"{module}-1.0.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / f"{module}.py").write_text(code)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        lines = [f"{name} = {module}:{target}\n" for name, target in entries.items()]
+        (folder / "entry_points.txt").write_text(f"[equipoise.{group}]\n" + "".join(lines))
+        monkeypatch.syspath_prepend(str(folder.parent))
+        installed.append(module)
+
+    yield make
+    for module in installed:
+        sys.modules.pop(module, None)
 
 
 class Ran:

@@ -8,7 +8,7 @@ from math import factorial
 
 import numpy as np
 import pytest
-from scipy import stats
+from smoothing_laws import too_many
 
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
 from equipoise.smoothing.bounds import Gaussian
@@ -37,9 +37,6 @@ def shortcut(first: np.ndarray, second: np.ndarray, alpha: float) -> tuple[np.nd
 def truth(p: np.ndarray) -> np.ndarray:
     """The radius of the worst classifier with these probabilities, by selected class."""
     return np.array([float(radius_multi(p[k], np.delete(p, k).max(), SIGMA)) for k in range(len(p))])
-
-
-# ---- small cases, every outcome --------------------------------------------------------------------------------------
 
 
 def outcomes(n: int) -> np.ndarray:
@@ -76,8 +73,6 @@ def test_the_enumeration_catches_the_shortcut():
     assert exact_risk(shortcut, 1, 14, 0.5) > 0.5
 
 
-# ---- many repetitions of adversarial laws ----------------------------------------------------------------------------
-
 LAWS = {
     "two equal rivals": (0.5, 0.25, 0.25),
     "class and rival equal": (0.4, 0.4, 0.2),
@@ -90,21 +85,18 @@ LAWS = {
 }
 
 
-def wrong_share(certify: Certify, law: tuple[float, ...], n0: int, n: int, alpha: float, reps: int, seed: int) -> int:
+def wrong_radii(
+    certify: Certify, law: tuple[float, ...], n0: int, n: int, alpha: float, reps: int, seed: int
+) -> np.ndarray:
     rng, p = np.random.default_rng(seed), np.asarray(law) / np.sum(law)
     first, second = rng.multinomial(n0, p, reps), rng.multinomial(n, p, reps)
     selected, radius = certify(first, second, alpha)
-    return int((radius > truth(p)[selected] * (1 + 1e-12)).sum())
-
-
-def too_many(wrong: int, reps: int, alpha: float) -> bool:
-    """More errors than a true risk of α shows once in a million such checks."""
-    return bool(wrong > stats.binom.ppf(1 - 1e-6, reps, alpha))
+    return radius > truth(p)[selected] * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_the_risk_over_adversarial_laws(law: str):
-    assert not too_many(wrong_share(rivals, LAWS[law], 8, 120, 0.05, 10_000, 1), 10_000, 0.05)
+    assert not too_many(wrong_radii(rivals, LAWS[law], 8, 120, 0.05, 10_000, 1), 0.05)
 
 
 @pytest.mark.slow
@@ -112,14 +104,11 @@ def test_the_risk_over_adversarial_laws(law: str):
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(("n0", "n"), [(8, 120), (100, 1000)])
 def test_the_risk_in_200_000_repetitions(law: str, alpha: float, n0: int, n: int):
-    assert not too_many(wrong_share(rivals, LAWS[law], n0, n, alpha, 200_000, 2), 200_000, alpha)
+    assert not too_many(wrong_radii(rivals, LAWS[law], n0, n, alpha, 200_000, 2), alpha)
 
 
 def test_the_same_check_catches_the_shortcut():
-    assert too_many(wrong_share(shortcut, LAWS["one hidden rival"], 8, 120, 0.05, 10_000, 1), 10_000, 0.05)
-
-
-# ---- never below the better of the others ----------------------------------------------------------------------------
+    assert too_many(wrong_radii(shortcut, LAWS["one hidden rival"], 8, 120, 0.05, 10_000, 1), 0.05)
 
 
 @pytest.mark.parametrize(("c", "p1", "share", "n"), [
@@ -140,16 +129,13 @@ def test_never_below_the_better_of_the_others_by_more_than_planning_noise(c, p1,
         assert mean["rivals"] >= 1.15 * mean["cpm"]
 
 
-# ---- adaptive --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("p", [(0.5, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.6, 0.4, 0.0), (0.3, 0.1, *[0.06] * 10)])
 def test_a_target_just_out_of_reach_is_certified_at_most_a_share_alpha_of_the_time(p):
     """H0 true at its edge: the target equals the true radius; looked at after every 20 draws."""
     rng, alpha, reps, steps = np.random.default_rng(0), 0.1, 300, 60
     p = np.asarray(p) / np.sum(p)
     epsilon = float(radius_multi(p[0], p[1:].max(), SIGMA)) + 1e-9
-    wrong = used = 0
+    wrong, used = [], 0
     for _ in range(reps):
         ranked = -np.sort(-rng.multinomial(50, p)[1:]).astype(float)
         first = np.concatenate([[float(rng.binomial(50, p[0]))], ranked])
@@ -157,8 +143,8 @@ def test_a_target_just_out_of_reach_is_certified_at_most_a_share_alpha_of_the_ti
         used += len(test.levels) > 1
         votes = np.cumsum(rng.multinomial(20, p, steps), axis=0)
         at = (5, 15, 30, 59)
-        wrong += any(test.log_e(votes[k, 0], votes[k, 1:].max(), 20 * (k + 1)) >= np.log(1 / alpha) for k in at)
-    assert not too_many(wrong, reps, alpha)
+        wrong.append(any(test.log_e(votes[k, 0], votes[k, 1:].max(), 20 * (k + 1)) >= np.log(1 / alpha) for k in at))
+    assert not too_many(wrong, alpha)
     assert used > 0 or p[0] + p[1] == 1
 
 
