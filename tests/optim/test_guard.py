@@ -157,16 +157,17 @@ def test_weights_that_are_no_numbers_are_refused_by_name(value):
         guard.step()
 
 
-@pytest.mark.parametrize("how", ["cap", "clip"])
-def test_resuming_is_exact(how):
+@pytest.mark.parametrize(("how", "headroom", "every"), [("cap", 0.03, 1), ("clip", 0.03, 1), ("clip", 0.0, 3)])
+def test_resuming_is_exact(how, headroom, every):
+    options = {"radius": 1.5, "how": how, "headroom": headroom, "every": every}
     first = net()
     optimizer = OPTIMIZERS["adam"](first)
-    guard = SpectralGuard(first, radius=1.5, how=how, optimizer=optimizer)
+    guard = SpectralGuard(first, **options, optimizer=optimizer)
     for _ in train(first, optimizer, 7):
         pass
     second = net(seed=5)
     other = OPTIMIZERS["adam"](second)
-    resumed = SpectralGuard(second, radius=1.5, how=how, optimizer=other)
+    resumed = SpectralGuard(second, **options, optimizer=other)
     second.load_state_dict(first.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     resumed.load_state_dict(guard.state_dict())

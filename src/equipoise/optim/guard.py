@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections import Counter
@@ -331,13 +330,14 @@ class SpectralGuard:
                 if key.startswith(prefix)
             }
             one.restored = int(part.pop("restored"))
+            one.tracked.load_state_dict({})
+            with full_precision():
+                self._bracket(
+                    one, close=True
+                )  # what is carried from the stored weight may be looser
             one.tracked.load_state_dict(
                 {key: value.to(one.weight.device) for key, value in part.items()}
             )
-            kept = copy.copy(one.tracked)  # later decisions must stay what they would have been
-            with full_precision():
-                self._bracket(one)
-            one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._check(
@@ -352,13 +352,14 @@ class SpectralGuard:
     def _limit(self, one: Guarded) -> float:
         return deflate(one.radius * (1 + self.tolerance))
 
-    def _bracket(self, one: Guarded) -> None:
+    def _bracket(self, one: Guarded, close: bool = False) -> None:
         """Prove where the norm of this weight lies."""
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
         # a weight that has to be brought back may be put that much lower
-        rtol = max(self.tolerance, self.headroom) if self.headroom else self.tolerance / 2
+        wide = self.headroom and not close
+        rtol = max(self.tolerance, self.headroom) if wide else self.tolerance / 2
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
