@@ -183,6 +183,7 @@ _FORMULAS: dict[str, Operator] = {
     "Min": lambda spec, *inputs: functools.reduce(torch.minimum, inputs),
     "Max": lambda spec, *inputs: functools.reduce(torch.maximum, inputs),
     "Sum": lambda spec, *inputs: functools.reduce(torch.add, inputs),
+    "Mod": lambda spec, a, b, *, fmod=0: (torch.fmod if fmod else torch.remainder)(a, b),
     "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
     "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
     "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(

@@ -35,6 +35,13 @@ def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Te
     return value.reshape(()).expand(bounded(spec, shape)).clone()
 
 
+@operator("Range")
+def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
+    first, last, by = start.item(), limit.item(), step.item()
+    bounded(spec, [math.ceil(abs((last - first) / by))])
+    return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
+
+
 # ---- shapes -------------------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +113,7 @@ def _pad(
     if mode == "constant":
         kept = next((i for i, pair in enumerate(pairs[:-1]) if pair != (0, 0)), len(pairs) - 1)
         return F.pad(x, [n for pair in reversed(pairs[kept:]) for n in pair], value=value or 0.0)
-    names = {"reflect": "reflect", "edge": "replicate"}
+    names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode not in names or any(pair != (0, 0) for pair in pairs[:2]) or x.dim() not in (3, 4, 5):
         raise spec.refuse(f"padding mode {mode!r} of {x.dim()} dimensions is not supported")
     return F.pad(x, [n for pair in reversed(pairs[2:]) for n in pair], mode=names[mode])
@@ -178,6 +185,19 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tenso
     return x.index_select(axis, chosen.reshape(-1)).reshape(
         [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
     )
+
+
+@operator("GatherND")
+def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0) -> Tensor:
+    if batch_dims:
+        raise spec.refuse("batch_dims is not supported")
+    parts = zip(np.moveaxis(index, -1, 0), x.shape, strict=False)
+    return x[tuple(_indices(spec, part, n) for part, n in parts)]
+
+
+@operator("Trilu")
+def _triangle(spec: Spec, x: Tensor, k: float = 0.0, *, upper: int = 1) -> Tensor:
+    return (torch.triu if upper else torch.tril)(x, int(k))
 
 
 # ---- resampling ---------------------------------------------------------------------------------------------------------
