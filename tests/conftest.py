@@ -94,6 +94,18 @@ def equipoise():
     return run
 
 
+@pytest.fixture
+def as_if_large(monkeypatch: pytest.MonkeyPatch):
+    """Small convolutions are bounded as large ones are: by their symbol, on its grid or, with `grid=False`, everywhere."""
+
+    def switch(grid: bool = True) -> None:
+        monkeypatch.setattr("equipoise.norms.convolution.DENSE_ENTRIES", 0)
+        if not grid:
+            monkeypatch.setattr("equipoise.norms.convolution.GRID_POINTS", (0, 0))
+
+    return switch
+
+
 @pytest.fixture(autouse=True)
 def _same_seed_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds come from the operating system by default; in tests they are 0, so that a failure can be repeated."""
