@@ -312,31 +312,20 @@ def _tables():
     good, nothing = png(X[0]), pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     image = pa.array([good] * 3, pa.binary())
     two = pa.list_(pa.float32())
+    y, embedded = [0, 1, 2], "expected embedded pictures"
     return {
-        "path-only": (
-            {"image": pa.array([{"path": "/etc/passwd"}] * 3, nothing), "label": [0, 1, 2]},
-            "expected embedded pictures",
-        ),
-        "null-struct": (
-            {"image": pa.array([{"bytes": good}, None, None], nothing), "label": [0, 1, 2]},
-            "expected embedded pictures",
-        ),
+        "path-only": ({"image": pa.array([{"path": "/etc/passwd"}] * 3, nothing), "label": y}, embedded),
+        "null-struct": ({"image": pa.array([{"bytes": good}, None, None], nothing), "label": y}, embedded),
         "null-label": ({"image": image, "label": [0, None, 2]}, "int64 with 1 gaps, expected integer labels"),
         "text-label": ({"image": image, "label": ["a", "b", "c"]}, "expected integer labels"),
         "minus-one": ({"image": image, "label": [0, 1, -1]}, "row 2 has label -1"),
-        "no-label": ({"image": image, "other": [0, 1, 2]}, "has no labels"),
-        "ragged": (
-            {"x": pa.array([[1.0], [2.0], [3.0, 4.0]], two), "y": [0, 1, 2]},
-            "lists of numbers of equal length",
-        ),
-        "gap": ({"x": pa.array([[1.0], [2.0], [None]], two), "y": [0, 1, 2]}, "row 2 holds NaN"),
-        "null-list": ({"x": pa.array([[1.0], None, [2.0]], two), "y": [0, 1, 2]}, "without gaps"),
-        "integers": ({"x": pa.array([[1], [2], [3]]), "y": [0, 1, 2]}, "expected uint8"),
-        "no-bytes": ({"image": [{"bytes": 7, "path": "x"}] * 3, "label": [0, 1, 2]}, "expected embedded pictures"),
-        "one-name": (
-            pa.table([pa.array([[1.0], [2.0]])] * 2 + [pa.array([0, 1])], names=["x", "x", "y"]),
-            "columns x, x, y",
-        ),
+        "no-label": ({"image": image, "other": y}, "has no labels"),
+        "ragged": ({"x": pa.array([[1.0], [2.0], [3.0, 4.0]], two), "y": y}, "lists of numbers of equal length"),
+        "gap": ({"x": pa.array([[1.0], [2.0], [None]], two), "y": y}, "row 2 holds NaN"),
+        "null-list": ({"x": pa.array([[1.0], None, [2.0]], two), "y": y}, "without gaps"),
+        "integers": ({"x": pa.array([[1], [2], [3]]), "y": y}, "expected uint8"),
+        "no-bytes": ({"image": [{"bytes": 7, "path": "x"}] * 3, "label": y}, embedded),
+        "one-name": (pa.table([pa.array([[1.0]])] * 2 + [pa.array([0])], names=["x", "x", "y"]), "columns x, x, y"),
         "empty": ({"x": pa.array([], two), "y": pa.array([], pa.int64())}, "holds no data"),
     }
 
