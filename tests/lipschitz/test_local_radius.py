@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -119,7 +121,9 @@ LABELS = {
     "too many": torch.tensor([0, 1]),
     "floats": torch.tensor([0.5]),
     "booleans": torch.tensor([True]),
+    "a list": [0],
 }
+SETTINGS = {"ball": ["a", ONE, -1.0, math.inf], "rtol": [0.0, math.nan], "chain": ["best"], "batch_dim": [7]}
 #: calls that are wrong, and a word of the sentence; None, strings and empty tensors are in `tests/test_bad_calls.py`
 BAD = {
     "two inputs": (lambda: eq.certified_radius(NET, (ONE, ONE)), "one input"),
@@ -133,17 +137,11 @@ BAD = {
     "one class": (lambda: eq.certified_radius(nn.Sequential(nn.Linear(2, 1)), ONE), "classes"),
     "complete without a radius": (lambda: eq.certified_radius(NET, ONE, complete=True), "epsilon"),
     **{f"labels {n}": (lambda y=y: eq.certified_radius(NET, ONE, y), "labels must be") for n, y in LABELS.items()},
-    **{f"radius {r}": (lambda r=r: eq.local_lipschitz(NET, ONE, r), "radius") for r in (float("inf"), -1.0, True)},
+    **{f"radius {r}": (lambda r=r: eq.local_lipschitz(NET, ONE, r), "radius") for r in (math.inf, -1.0, True)},
     **{
         f"{name} {value}": (lambda name=name, value=value: eq.lipschitz_bound(NET, ONE, **{name: value}), name)
-        for name, value in (
-            ("ball", "a"),
-            ("ball", ONE),
-            ("ball", -1.0),
-            ("rtol", 0.0),
-            ("chain", "best"),
-            ("batch_dim", 7),
-        )
+        for name, values in SETTINGS.items()
+        for value in values
     },
 }
 

@@ -68,13 +68,6 @@ def test_gradient_of_conv_norm_with_options(options, dtype) -> None:
     assert gradcheck(lambda k: functional.conv_norm(k[..., 0], input_size=9, iterations=3), (K,), fast_mode=True)
 
 
-def test_explicit_gradient_equals_autodiff_through_the_iterations() -> None:
-    torch.manual_seed(0)
-    W = torch.randn(30, 20, dtype=torch.float64, requires_grad=True)
-    explicit, through = (torch.autograd.grad(f(W, 6), W)[0] for f in (functional.gram_norm, gram_norm_plain))
-    assert torch.allclose(explicit, through, atol=1e-12)
-
-
 def test_value_is_the_exact_grid_maximum_and_above_the_bracket() -> None:
     torch.manual_seed(0)
     K = torch.randn(5, 4, 3, 3)

@@ -69,6 +69,7 @@ LONG = pytest.param(2000, marks=pytest.mark.slow)
 @pytest.mark.parametrize(("how", "every"), [("cap", 1), ("sphere", 1), ("clip", 1), ("hammer", 1), ("cap", 5)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_step_leaves_a_norm_above_the_radius(optimizer, how, every, steps):
+    """Also with `every=5`: few proofs hold as well."""
     model = net()
     chosen = OPTIMIZERS[optimizer](model)
     guard = SpectralGuard(model, radius=1.5, how=how, tolerance=TOLERANCE, every=every, optimizer=chosen)

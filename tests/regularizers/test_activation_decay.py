@@ -180,6 +180,9 @@ def test_layerwise_variant_has_the_printed_coefficients():
     assert not net._forward_hooks
 
 
+both = pytest.mark.parametrize("make", [reg.ActivationDecay, reg.LayerwiseDecay], ids=lambda make: make.__name__)
+
+
 class Checkpointed(nn.Module):
     """The head runs inside a checkpoint, or gets its input by name."""
 
@@ -195,7 +198,7 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.fc, h, use_reentrant=self.how == "reentrant")
 
 
-@pytest.mark.parametrize("make", [reg.ActivationDecay, reg.LayerwiseDecay], ids=lambda make: make.__name__)
+@both
 @pytest.mark.parametrize("how", ["named", "checkpoint"])
 def test_heads_that_are_called_otherwise_have_the_same_gradient(make, how):
     gradients = []
@@ -211,7 +214,7 @@ def test_heads_that_are_called_otherwise_have_the_same_gradient(make, how):
         assert torch.allclose(ours, theirs, atol=1e-7)
 
 
-@pytest.mark.parametrize("make", [reg.ActivationDecay, reg.LayerwiseDecay], ids=lambda make: make.__name__)
+@both
 def test_a_reentrant_checkpoint_is_refused_and_evaluation_is_not(make):
     model = Checkpointed("reentrant")
     decay = make(model, 0.3)
@@ -222,7 +225,7 @@ def test_a_reentrant_checkpoint_is_refused_and_evaluation_is_not(make):
         assert decay().item() > 0
 
 
-@pytest.mark.parametrize("make", [reg.ActivationDecay, reg.LayerwiseDecay], ids=lambda make: make.__name__)
+@both
 def test_copies_may_be_made_while_a_pass_is_pending(make):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     decay = make(model, 0.3)

@@ -29,7 +29,7 @@ class HalfSpace(nn.Module):
         self.direction, self.scale = torch.tensor(direction), scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        score = self.scale * (x @ self.direction.to(x.dtype))
+        score = self.scale * (x.flatten(1) @ self.direction.to(x.dtype))
         return torch.stack([score, -score], dim=1)
 
 

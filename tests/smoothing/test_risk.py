@@ -9,13 +9,7 @@ import pytest
 import torch
 from smoothing_laws import SCORE_LAWS, SIGMA, VOTE_LAWS, HalfSpace, ScoreLaw, VoteLaw, too_many
 
-from equipoise.smoothing import (
-    PROCEDURES,
-    SimplexMap,
-    SmoothedClassifier,
-    certify_counts,
-    certify_scores,
-)
+from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, certify_counts, certify_scores
 
 REPS, ALPHA = 6_000, 0.1
 HARD = [name for name, row in PROCEDURES.items() if row.hard]
