@@ -32,7 +32,7 @@ from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.measure import LocalBound, evaluate
-from equipoise.lipschitz.local.slopes import relaxed_bounds, tighten, usual_slopes
+from equipoise.lipschitz.local.slopes import relaxed_bounds, tight_bounds, usual_slopes
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
@@ -264,7 +264,7 @@ class _Verifier:
             self.radius or 1.0,
             "linf" if self.radius is None else "l2",
             widths=widths if self.radius is None else None,
-            tighten=tighten if tight else None,
+            bounds=(lower_bounds, tight_bounds) if tight else None,
             deadline=self.deadline,
         )
 

@@ -210,7 +210,7 @@ class LocalBound:
         deadline = math.inf if self.seconds is None else began + self.seconds
         known = {k: exp_up(boxes[node].log) for node, k in network.places.items() if node in boxes}
         ball = enclose_ball(
-            network, x, radius, most_rows=None if exact else 0, deadline=deadline, known=known
+            network, x, radius, bounds=None if exact else (), deadline=deadline, known=known
         )
         if ball is None:
             self.say("boxes only: values beyond the floats")
@@ -253,15 +253,11 @@ def evaluate(
         values, errors = [], []
         for sample in x:
             enclosure = enclose(run, sample[None], 1e-300, cache)
-            boxes = [enclosure[output] for output in run.program.outputs]
-            # where boxes know nothing, the values of a plain pass in float64, without a bound of their rounding
-            plain = (
-                run_program(run.program, [sample[None].double()], exact=True)
-                if any(b.mid is None for b in boxes)
-                else []
-            )
-            for index, box in enumerate(boxes):
-                values.append((plain[index] if box.mid is None else box.mid).double().flatten())
+            plain = run_program(run.program, [sample[None].double()], exact=True)
+            for output, value in zip(run.program.outputs, plain, strict=True):
+                box = enclosure[output]
+                # where boxes know nothing, a plain pass without a bound of its rounding
+                values.append((value if box.mid is None else box.mid).double().flatten())
                 errors.append(torch.full_like(values[-1], math.inf if box.mid is None else box.rho))
     return torch.cat(values).reshape(len(x), -1), torch.cat(errors).reshape(len(x), -1)
 
@@ -329,20 +325,8 @@ def whole_bound(run: Propagation, cache: Cache) -> float:
             f"{network.sizes[-1]:,} (some {seconds:,.0f} s and {60 * network.neurons**2 / 1e9:,.1f} GB); use chain='closed'"
         )
     with torch.no_grad(), full_precision():
-        ball = whole_space(network, torch.zeros(network.sizes[0], dtype=torch.float64))
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
-        found = best_multipliers(reduced_maps(ball, everywhere(network), outputs))
+        found = best_multipliers(reduced_maps(*whole_space(network), outputs))
     if found is None:
         raise Refused("the bound by multipliers could not be proved in float64; use chain='closed'")
     return log_up(found.bound)
-
-
-def everywhere(network: Network) -> Slopes:
-    """Middle and half-width of the slopes that every activation has anywhere."""
-    found: Slopes = {}
-    for k, node in network.activations.items():
-        low, high = node.curve.slopes
-        size = torch.ones(network.sizes[k], dtype=torch.float64)
-        middle = (low + high) / 2
-        found[k] = middle * size, inflate(max(high - middle, middle - low) * size)
-    return found
