@@ -20,7 +20,7 @@ if __name__ == "__main__":
         summary = run.summary([0.0, 0.1, 0.25])
         for epsilon, share in summary.accuracy.items():
             mlflow.log_metric(f"certified_at_{epsilon:g}", share)
-        mlflow.log_metric("average_radius", summary.average_radius)
+        mlflow.log_metric("average_radius", summary.results.average_radius)
 
         eq.certificates.write(model, x, y, "bundle", epsilons=[0.1])
         mlflow.log_artifacts("runs/digits", "run")

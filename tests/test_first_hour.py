@@ -5,8 +5,10 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import equipoise as eq
 from equipoise.conversion import export
@@ -66,7 +68,27 @@ def test_the_first_commands_end_in_a_certificate(folder, follow):
     lines = [[changed.get(word, word) for word in line] for line in commands() if line[0] != "audit"]
     summary = follow(lines)
     assert summary.accuracy[0.0] > 0
-    assert summary.average_radius > 0
+    assert summary.results.average_radius > 0
+
+
+def test_a_network_of_ones_own_is_made_robust(tmp_path, monkeypatch, equipoise):
+    """The training of the guide, on few pictures: planned, trained, and its bound accepted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    (tmp_path / "guide_nets.py").write_text(code)
+    parts = {}
+    for split, count in (("train", 200), ("test", 50)):
+        x, y = eq.data.load_dataset("digits", split).batch(range(count))
+        parts |= {f"x_{split}": x.numpy(), f"y_{split}": y.numpy()}
+    np.savez("pictures.npz", **parts)
+    save_file({"1.weight": torch.randn(10, 64), "1.bias": torch.zeros(10)}, "w.safetensors")
+    quick = ["--set", "epochs=1", "--set", "batch_size=50"]
+    plan, train, audit = commands("1 · Audit")
+    for line in ([*plan, *quick], [*train, *quick], audit):
+        arguments = [word.replace("package.module:factory", "guide_nets:net") for word in line]
+        ran = equipoise(*arguments)
+        assert ran.code == 0, (arguments, ran.err, ran.error)
 
 
 @pytest.mark.slow

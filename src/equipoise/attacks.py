@@ -4,8 +4,6 @@ Projected gradient attacks in the ℓ2, ℓ∞ or ℓ1 ball on a network, in the
 float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,7 +123,6 @@ def pgd(
     y: Tensor,
     epsilon: float | Tensor,
     steps: int = 40,
-    step_size: float | None = None,
     restarts: int = 1,
     *,
     norm: Norm = "l2",
@@ -133,9 +130,9 @@ def pgd(
 ) -> AttackResult:
     """Projected gradient ascent of the cross-entropy, batched, best of several random starts.
 
-    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂` (in ℓ∞ and ℓ1: `unit`), then δ is projected on the ball. Every iterate
-    is looked at, not only the last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis,
-    algorithm of the ℓ2 attack.
+    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂`, α = 2.5·ε/steps (in ℓ∞ and ℓ1: `unit`), then δ is projected on the
+    ball. Every iterate is looked at, not only the last one, and a start that has succeeded is kept. Reference: Madry et al.
+    (2018); thesis, algorithm of the ℓ2 attack.
 
     Args:
         model: in evaluation mode (the mode is left as it is); gradients of its parameters are not touched.
@@ -143,7 +140,6 @@ def pgd(
         y: the answers to break (N,): labels, or the model's own predictions.
         epsilon: radius, one for all or (N,).
         steps: gradient steps per start.
-        step_size: α, default 2.5·ε/steps (per input).
         restarts: number of random starts.
         norm: of the ball and of the distances: `l2`, `linf` or `l1`.
         seed: of the starts.
@@ -164,7 +160,7 @@ def pgd(
     def broken(z: Tensor) -> Tensor:
         return checked_logits(model, z).argmax(dim=1) != y
 
-    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, norm=norm)
+    return _ascend(loss, broken, x, epsilon, steps, restarts, seed, norm=norm)
 
 
 def smooth_pgd(
@@ -173,7 +169,6 @@ def smooth_pgd(
     y: Tensor,
     epsilon: float | Tensor,
     steps: int = 20,
-    step_size: float | None = None,
     restarts: int = 1,
     *,
     draws: int = 16,
@@ -194,7 +189,6 @@ def smooth_pgd(
         y: the answers to break (N,).
         epsilon: radius, one for all or (N,).
         steps: gradient steps per start.
-        step_size: default 2.5·ε/steps.
         restarts: number of random starts.
         draws: M, noise per step.
         check_draws: fresh draws that decide about success.
@@ -229,7 +223,7 @@ def smooth_pgd(
         moved = ((z.double() - x.double()) * cells).trunc()
         return (((x.double() * cells).round() + moved).to(x.dtype) / cells).to(x.dtype)
 
-    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, finish)
+    return _ascend(loss, broken, x, epsilon, steps, restarts, seed, finish)
 
 
 def misclassified(
@@ -284,7 +278,6 @@ def _ascend(
     x: Tensor,
     epsilon: float | Tensor,
     steps: int,
-    step_size: float | None,
     restarts: int,
     seed: int,
     finish: Callable[[Tensor], Tensor] | None = None,
@@ -298,7 +291,6 @@ def _ascend(
         x: the inputs.
         epsilon: radius, one or one per input.
         steps: per start.
-        step_size: default 2.5·ε/steps.
         restarts: number of starts.
         seed: of the starts.
         finish: applied to the last iterate, which alone is judged; by default every iterate is judged as it is.
@@ -308,7 +300,7 @@ def _ascend(
     radius = checked_radius(x, epsilon)
     if steps < 1 or restarts < 1:
         raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
-    length = 2.5 * radius / steps if step_size is None else torch.full_like(radius, step_size)
+    length = 2.5 * radius / steps
     generator = torch.Generator(device=x.device).manual_seed(seed)
     best = x.clone()
     value = torch.full_like(radius, -torch.inf)

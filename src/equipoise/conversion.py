@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import astuple, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,11 @@ class Rescaled(nn.Module):
             )
         return out * self.factor
 
-    def rescale(
-        self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None
-    ) -> Report:
+    def rescale(self, example_input: Any) -> Report:
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`.
 
         Args:
             example_input: a batch of inputs (only the shape matters).
-            rtol: as in `lipschitz_bound`.
-            ball: as in `lipschitz_bound`.
         """
         with evaluating(self):
             self.factor.fill_(1.0)
@@ -96,7 +92,7 @@ class Rescaled(nn.Module):
             stored: Any = with_effective_weights(self, *_one_sample(example_input))
             # once more with the factor, since the last layer's norm is measured with it
             for _ in range(6):
-                report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
+                report = lipschitz_bound(stored, example_input)
                 if not report.upper > 0 or not math.isfinite(report.upper):
                     raise Refused(
                         f"the network's bound is {format_up(report.upper)}: no factor makes it {format_up(self.constant)}"
@@ -107,7 +103,7 @@ class Rescaled(nn.Module):
             self.factor.copy_(stored.factor)
             if report.upper > self.constant:
                 raise Refused(
-                    f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger rtol"
+                    f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger constant"
                 )
         return report
 
@@ -129,8 +125,6 @@ def make_lipschitz(
     method: str = "sr",
     *,
     example_input: Any = None,
-    ball: float | None = None,
-    rtol: float = 1e-3,
     **options: Any,
 ) -> Rescaled:
     """The network with every layer that has a 1-Lipschitz form converted to it, scaled to a proved constant.
@@ -142,31 +136,27 @@ def make_lipschitz(
     function changes, so train it further; then `result.rescale(example_input)` sets the factor again.
     `result.conversion` says what became of every module, and holds the report.
 
-    Guarantee: `lipschitz_bound(result, example_input).upper ≤ constant`. Without an example the shape is read
-    off a first dense layer; where that cannot be done the constant must follow from the construction of every module,
-    and is then an upper bound for all input sizes, else the call is refused.
+    Guarantee: `lipschitz_bound(result, example_input).upper ≤ constant`. Without an example the constant must follow from
+    the construction of every module, and is then an upper bound for all input sizes, else the call is refused.
 
     Args:
         model: any module; it is not changed.
         constant: the Lipschitz constant in ℓ2 to reach.
         method: sr, aol, sn, rko, cayley, … (`nn.convert.methods()`).
         example_input: a batch of inputs (only the shape matters).
-        ball: as in `lipschitz_bound`.
-        rtol: as in `lipschitz_bound`.
         options: for every layer, e.g. `t=3`.
 
-    >>> scaled = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
-    >>> 1.998 <= lipschitz_bound(scaled.eval(), torch.zeros(1, 4)).upper <= 2.0
+    >>> net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4)
+    >>> 1.998 <= lipschitz_bound(make_lipschitz(net, constant=2.0, example_input=x).eval(), x).upper <= 2.0
     True
     """
     if not (constant > 0 and math.isfinite(constant)):
         raise InputError(f"the constant must be a positive number, got {constant}")
     new, rows = convert(model, method, **options)
     scaled = Rescaled(new, constant)
-    example = first_input(new) if example_input is None else example_input
     report = None
-    if example is not None:
-        report = scaled.rescale(example, rtol=rtol, ball=ball)
+    if example_input is not None:
+        report = scaled.rescale(example_input)
     else:
         inner = known_constant(new)
         if inner is None:
@@ -181,25 +171,7 @@ def make_lipschitz(
     return scaled
 
 
-def first_input(model: nn.Module) -> Tensor | None:
-    """Zeros of the input's shape where the first thing a chain of modules does is a dense layer; None elsewhere.
-
-    >>> first_input(nn.Sequential(nn.Flatten(), nn.Linear(5, 2))).shape
-    torch.Size([1, 5])
-    """
-    while type(model) is nn.Sequential:
-        parts = (
-            part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout)
-        )
-        model = next(parts, nn.Identity())
-    if not isinstance(getattr(model, "in_features", None), int):
-        return None
-    return next(model.parameters()).new_zeros(1, cast(int, model.in_features))
-
-
-def export(
-    model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, ball: float | None = None
-) -> nn.Module:
+def export(model: nn.Module, example_input: Any = None) -> nn.Module:
     """Plain modules with the effective weights: same outputs, no overhead, ready for `torch.export` and ONNX.
 
     A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
@@ -208,8 +180,6 @@ def export(
     Args:
         model: any module; it is not changed.
         example_input: a batch of inputs, for a bound of the whole and for layers that depend on the image size.
-        rtol: as in `lipschitz_bound`.
-        ball: as in `lipschitz_bound`.
 
     >>> from equipoise.nn import SRLinear
     >>> net = export(nn.Sequential(SRLinear(4, 4), nn.ReLU()), torch.zeros(1, 4))
@@ -223,7 +193,7 @@ def export(
     upper = known_constant(model)
     source = "" if upper is None else "construction"
     if example_input is not None:
-        bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper
+        bound = lipschitz_bound(new, example_input).upper
         if upper is None or bound <= upper:
             upper = bound
             source = "lipschitz_bound of the exported network"

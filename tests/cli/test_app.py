@@ -52,15 +52,6 @@ def test_help_and_completion_do_not_wait_for_torch():
     assert "| torch" not in done.stderr
 
 
-def test_a_command_that_is_not_wanted_is_listed_but_not_loaded(monkeypatch, tmp_path):
-    (tmp_path / "heavy_command.py").write_text("def heavy() -> None:\n    print('ran')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    commands = (COMMANDS[0], Command("heavy", "heavy_command", "heavy", summary="Lifts weights."))
-    assert "Lifts weights." in CliRunner().invoke(build(commands, wanted=""), ["--help"]).stdout
-    assert "heavy_command" not in sys.modules
-    assert CliRunner().invoke(build(commands, wanted="heavy"), ["heavy"]).stdout == "ran\n"
-
-
 def failing_command(kind: str):
     """Raise."""
     raise {

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from equipoise import demo as showcase
 from equipoise.cli.app import Command, build
 from equipoise.models import load
-from equipoise.report import Checked, ReportData, collect, load_audit
+from equipoise.report import Checked, ReportData, collect
 from equipoise.runs import open_run
 
 pytestmark = pytest.mark.medium
@@ -33,7 +33,7 @@ def demo(tmp_path_factory):
 def test_it_writes_the_report_and_every_run(demo):
     page = (demo.out / "report.html").read_text(encoding="utf-8")
     assert len(page) < 10_000_000
-    sections = ("gallery-section", "shares-0", "proofs-section")
+    sections = ("layers-section", "shares-0", "proofs-section")
     for words in ("1-Lipschitz network", "deterministic", "cohen", "rivals", "lvm + Lipschitz", *sections):
         assert words in page, words
     assert {f.name for f in (demo.out / "runs").iterdir()} == {f"{n}-{w}" for n in NETWORKS for w in WAYS}
@@ -47,11 +47,8 @@ def test_the_terminal_shows_steps_and_a_summary(demo):
 
 
 def test_the_audit_agrees_with_the_packaged_certificate(demo):
-    audit = load_audit(demo.out / "runs" / "lipschitz-proved")
-    assert audit.local[0].lower <= audit.local[0].upper
     document = json.loads(equipoise("demo", "--quick", "--out", demo.out, "--json").stdout)
-    assert document["audits"][0]["log_upper"] == audit.bound.log_upper
-    assert load("digits").certificate["upper"] > 0
+    assert document["audits"][0]["upper"] == pytest.approx(load("digits").certificate["upper"], rel=1e-3)
 
 
 def test_the_constant_of_the_lipschitz_aware_run_is_computed_not_claimed(demo):

@@ -35,15 +35,6 @@ def test_numbers_are_rounded_to_their_side(name):
     assert all(least <= n <= most for n in numbers), text
 
 
-def test_a_bracket_of_tensors_contains_what_it_shows():
-    lower = torch.tensor([THIRD, TWO_THIRDS], dtype=torch.float64)
-    text = repr(Bracket(lower, lower))
-    shown = [float(n) for n in re.findall(r"\d\.\d+", text)]
-    assert shown[0] <= THIRD <= shown[2]
-    assert shown[1] <= TWO_THIRDS <= shown[3]
-    assert math.isclose(shown[0], shown[2], rel_tol=1e-5)
-
-
 def test_only_upper_bounds_reach_a_certificate() -> None:
     assert as_upper(Bound(2.0, Kind.UPPER)) == 2.0
     assert as_upper(3) == 3.0

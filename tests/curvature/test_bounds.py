@@ -120,6 +120,8 @@ def hooked(part):
 
 @pytest.mark.parametrize(("H", "e", "sigma"), [(1e200, 1.0, 1e200), (1e-300, 1e-300, 1e-300), (1e300, 1e-10, 1e10)])
 def test_smoothed_bound_at_extreme_constants(H, e, sigma):
+    with pytest.raises(InputError):
+        smoothed_loss_bound(math.nan, e, sigma, everywhere=True)
     truth = min(H, math.sqrt(2 / math.pi) * (e / sigma))  # equal to the bound to all digits on both ends
     assert truth <= float(smoothed_loss_bound(H, e, sigma, everywhere=True)) <= truth * (1 + 1e-12)
 
@@ -143,11 +145,6 @@ def test_what_the_report_refuses(model):
         hessian_bound_report(model, "ce", (torch.zeros(2, 2), torch.tensor([0, 1])))
 
 
-def test_labels_must_be_class_numbers():
-    with pytest.raises(InputError, match="class number"):
-        hessian_bound_report(nn.Sequential(nn.Linear(2, 2)), "ce", (torch.zeros(2, 2), 50 * torch.rand(2, 2)))
-
-
 @pytest.mark.medium
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.05, 5.0), st.floats(0.1, 4.0))
@@ -168,17 +165,6 @@ def test_smoothed_bound_holds_for_softmax_regression(seed, sigma, scale):
     assert measured <= float(bound) * 1.5  # 20 draws
 
 
-def test_smoothing_really_lowers_the_bound():
-    assert float(smoothed_loss_bound(2.0, 1.0, 10.0, everywhere=True)) < 0.1
-    assert float(smoothed_loss_bound(2.0, 1.0, 1e-9, everywhere=True)) == pytest.approx(2.0)
-    assert float(smoothed_loss_bound(2.0, 1.0, 0.0, everywhere=True)) >= 2.0
-    small = smoothed_loss_bound(1e-3, 1.0, 1.0, everywhere=True)
-    assert float(small) >= 1e-3
-    for wrong in (-1.0, math.nan, math.inf):
-        with pytest.raises(InputError):
-            smoothed_loss_bound(wrong, 1.0, 1.0, everywhere=True)
-
-
 def test_a_gradient_that_is_small_at_one_point_only_is_no_bound():
     """`L = ½Hθ²` at its minimum: gradient 0 gives the «bound» 0, the smoothed curvature stays H."""
     model = nn.Linear(1, 1, bias=False).double()
@@ -190,13 +176,3 @@ def test_a_gradient_that_is_small_at_one_point_only_is_no_bound():
     assert at_minimum.kind is Kind.ESTIMATE
     assert smoothed(model, "mse", data, sigma=1.0, draws=8) == pytest.approx(2.0)
     assert float(at_minimum) < 1e-6
-
-
-def test_features_with_bias_and_bad_shapes():
-    h = torch.randn(5, 3)
-    H, epsilon = last_layer_constants(h, bias=True)
-    plain_H, plain_epsilon = last_layer_constants(h)
-    assert float(H) > float(plain_H)
-    assert float(epsilon) > float(plain_epsilon)
-    with pytest.raises(InputError):
-        last_layer_constants(torch.zeros(3))

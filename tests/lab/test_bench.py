@@ -1,13 +1,12 @@
 import pytest
 import torch
 
+import equipoise as eq
 from equipoise.core import InputError
 from equipoise.core.files import read_json
 from equipoise.norms import spectral_norm
-from equipoise.runs import open_run
-from equipoise_lab.bench import growth, layers, pairs, runs
+from equipoise_lab.bench import bundles, growth, layers, pairs
 from equipoise_lab.bench import norms as bench
-from equipoise_lab.bench.smoothing import small_cnn
 from equipoise_lab.timing import peak_bytes
 
 
@@ -103,19 +102,16 @@ def test_quick_sections_hold_every_layer():
     assert costs.to_dict()["goals"] == []
 
 
-def test_rows_have_the_common_form():
-    found = [
-        runs.overhead_row("small CNN", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100),
-        runs.overhead_row("soft", small_cnn, (1, 28, 28), repeats=1, inputs=2, n=100, procedure="lvm"),
-        runs.reading_row(200),
-    ]
-    for row in found:
-        assert set(row) == {"name", "ours", "baseline", "ratio", "goal"}
-        assert row["ratio"] > 0
-
-
-def test_the_made_up_run_is_a_run(tmp_path):
-    runs.write_votes(tmp_path, 50, 4)
-    run = open_run(tmp_path)
-    assert run.finished
-    assert len(run.certificates(alpha=0.01, procedure="cohen")) == 50
+def test_gram_iteration_bounds_norms_and_certifies_no_more_than_the_checker(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(512, 6).sign() + 0.1 * torch.randn(512, 6)
+    y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    model = bundles.train((6, 16, 16, 4), x, y, epsilon=0.1, epochs=20)
+    for weight in model.parameters():
+        exact = float(torch.linalg.matrix_norm(weight.detach().double(), 2))
+        assert exact * (1 - 1e-12) <= float(bundles.gram_norm(weight.detach(), 10)) <= exact * 1.01
+    claims = eq.certificates.write(model, x, y, tmp_path, epsilons=[0.1])
+    (checked,) = claims["radii"]["certified"].values()
+    coarse = bundles.gram_certified(model, x, y, 0.1, 4)
+    assert 0 < coarse <= checked
+    assert coarse <= bundles.gram_certified(model, x, y, 0.1, 10) <= checked

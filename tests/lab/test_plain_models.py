@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from equipoise.checkpoints import load_weights
-from equipoise.core import InputError
 from equipoise_lab.models import MODELS, build
 
 SMALL = {
@@ -64,15 +63,3 @@ def test_trained_cifar_networks_on_real_images(data_dir, depth, accuracy):
     with torch.no_grad():
         found = float((net(x).argmax(1) == y).float().mean())
     assert abs(found - accuracy) < 0.05
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("cifar_resnet", {"depth": 21}, "6n . 2"),
-        ("resnet18", {"stem": "x"}, "stem"),
-    ],
-)
-def test_refusals(name, arguments, message):
-    with pytest.raises(InputError, match=message):
-        build(name, **arguments)

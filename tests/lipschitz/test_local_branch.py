@@ -117,14 +117,14 @@ REFUSED = {
     "no output": (HEAD + BOX, "inequality of outputs"),
     "empty box": (HEAD + BOX + "(assert (>= X_0 2))(assert (<= Y_0 1))", "bounds of all inputs"),
     "product": (HEAD + BOX + "(assert (<= (* Y_0 Y_1) 1))", "expected <="),
-    "inputs and outputs": (HEAD + BOX + "(assert (<= X_0 Y_1))", "bound of one input"),
+    "inputs and outputs": (HEAD + BOX + "(assert (<= X_0 Y_1))", "declared variable"),
     "undeclared": (HEAD + BOX + "(assert (<= Y_9 1))", "declared variable"),
     "not a number": (HEAD + BOX + "(assert (<= Y_0 nan))", "number"),
     "open parenthesis": (HEAD + "(assert (<= Y_0 1)", "not closed"),
     "deep": ("(" * 100_000, "nested"),
     "many cases": (HEAD + BOX + "(assert (or (<= Y_0 1) (<= Y_1 1)))" * 20, "alternatives"),
     "another command": ("(check-sat)", "declare-const"),
-    "gap": ("(declare-const X_1 Real)", "in order"),
+    "gap": ("(declare-const X_1 Real)", "declared once"),
 }  # fmt: skip
 
 

@@ -278,11 +278,17 @@ def test_large_offsets_are_no_reason_to_refuse():
     assert float(certified_radius(net, torch.randn(2, 16), effort="fast").radius.min()) > 0
 
 
+def _into_a_spectrum(x):
+    z = torch.fft.fft(x)
+    return torch.view_as_real(torch.slice_scatter(torch.full_like(z, 300j), z[:, :2], 1, 0, 2))
+
+
 #: name: (function, shape, ball); every fact of every node is compared with values
 FACTS = {
     "rows of pieces": (_unbound_attention, (20, 20, 2), 100.0),
     "in-place power": (lambda x: x.tanh().pow_(2), (4,), 2.0),
     "in-place float power": (lambda x: x.tanh().float_power_(2), (4,), 2.0),
+    "spectrum in a constant": (_into_a_spectrum, (4,), 2.0),
     "lazy negation": (lambda x: torch.fft.fft(x).conj().imag, (4,), 2.0),
     "negated constant": (lambda x: x * torch.view_as_complex(torch.ones(4, 2, dtype=D)).conj().imag, (4,), 2.0),
     "index of the shape of the input": (lambda x: x.gather(1, torch.tensor([[0, 1, 0]]).expand_as(x)), (3,), 2.0),

@@ -35,11 +35,6 @@ def _parametrised():
     return layer
 
 
-def _max_min(x):
-    a, b = x.chunk(2, 1)
-    return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], 1)
-
-
 def _scores(function):
     return lambda x: function(x) @ function(x).transpose(1, 2)
 
@@ -62,13 +57,11 @@ CASES = {
     "clamp": at(lambda x: x.clamp(-0.3, 2)),
     "square on ball": at(lambda x: x**2, (6,), 0.5, 2.0),
     "exp on ball": at(torch.exp, (6,), 0.3, 2.0),
-    "linear": at(nn.Linear(6, 5)),
     "linear on rows": at(nn.Linear(6, 5), (3, 6)),
     "weight norm": at(_parametrised()),
     "matmul": at(lambda x: x @ W.to(x.dtype).mT),
     "vector by vector": at(lambda x: x.squeeze(0) @ W[0].to(x.dtype)),
     "matmul left": at(lambda x: W.to(x.dtype) @ x, (6, 3)),
-    "addmm": at(lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.to(x.dtype).mT)),
     "conv1d": at(nn.Conv1d(2, 3, 3, padding=1), (2, 9), 0.9),
     "conv same": at(nn.Conv2d(2, 3, 4, padding="same"), PLANE, 0.9),
     "conv stride dilation": at(nn.Conv2d(2, 3, 3, stride=2, dilation=2, padding=2), PLANE, 0.9),
@@ -107,7 +100,6 @@ CASES = {
     "avg pool ceil exclude": at(nn.AvgPool1d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 8)),
     "avg pool 3d": at(nn.AvgPool3d(2, 1), (1, 4, 4, 4), 0.95),
     "adaptive avg pool": at(nn.AdaptiveAvgPool2d((3, 2)), (1, 7, 5)),
-    "upsample nearest": at(nn.Upsample(scale_factor=2), (1, 4, 4)),
     "upsample nearest odd": at(nn.Upsample(size=(7, 5)), (1, 4, 4)),
     "upsample bilinear": at(nn.Upsample(scale_factor=1.7, mode="bilinear"), (1, 5, 5)),
     "upsample aligned": at(nn.Upsample(size=(9, 3), mode="bilinear", align_corners=True), (1, 5, 5)),
@@ -124,18 +116,15 @@ CASES = {
     "norm": at(lambda x: x.norm(dim=-1), (5,)),
     "cat": at(lambda x: torch.cat([x, 2 * x, x.relu()], 1), (4,), 0.9),
     "stack constant": at(lambda x: torch.stack([x, torch.ones_like(x)], 1), (4,)),
-    "max min": at(_max_min),
     "group sort": at(lambda x: x.reshape(-1, 2, 3).sort(-1)[0].flatten(1)),
     "residual": at(lambda x: x + F.relu(x) * 0.5, (4,)),
     "difference": at(lambda x: x - 2 * x.flip(1), (4,)),
     "tanhshrink": at(F.tanhshrink, (4,), 0.4),
     "reverse sub": at(lambda x: 1 - 3 * x, (4,)),
     "scale vector": at(lambda x: x * V.to(x.dtype) / 0.7, (4,)),
-    "broadcast": at(lambda x: x[:, :1] * V.to(x.dtype), (4,), 0.4),
     "expand": at(lambda x: x.unsqueeze(2).expand(-1, -1, 5), (4,)),
     "repeat": at(lambda x: x.repeat(1, 3), (4,)),
     "index": at(lambda x: x[:, INDEX], (4,)),
-    "slice": at(lambda x: x[:, ::2], (5,)),
     "mask": at(lambda x: torch.where(MASK, x, 3.0)),
     "maximum": at(lambda x: torch.maximum(x, 1 - x), (4,), 0.6),
     "pixel shuffle": at(nn.PixelShuffle(2), (4, 3, 3)),
@@ -233,14 +222,3 @@ def test_factors_whose_product_vanishes_count():
     module = Op(lambda x: x * 1e-200 * 1e-200 * 1e200 * 1e199).eval()
     assert lipschitz_bound(module, torch.zeros(1, 2, dtype=torch.float64)).upper == pytest.approx(0.1)
     assert lipschitz_bound(Op(lambda x: x * 1e-200 * 1e-200).eval(), torch.zeros(1, 2, dtype=torch.float64)).upper > 0
-
-
-@pytest.mark.parametrize(
-    "name", ["gelu", "silu", "mish", "selu", "hardswish", "sigmoid", "hardsigmoid", "softsign", "elu"]
-)
-def test_slopes_on_a_fine_grid(name):
-    f = getattr(F, name)
-    x = torch.linspace(-12, 12, 400_001, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(f(x).sum(), x)
-    bound = lipschitz_bound(Op(f).eval(), torch.zeros(1, 4)).upper
-    assert float(slope.abs().max()) - 1e-13 <= bound <= float(slope.abs().max()) + 1e-6

@@ -23,8 +23,3 @@ def test_fusing_wins_orders_of_magnitude_and_brackets_agree(data_dir, monkeypatc
     assert len([r for r in report.layers if r.kind == "convolution"]) == 19
     bracket = local_lipschitz(net, x, 0.05, steps=3, rtol=1e-2)
     assert 0 < float(bracket.lower) <= float(bracket.upper) < report.upper
-
-
-@pytest.mark.parametrize(("depth", "size"), [(18, 11_689_512), (50, 25_557_032)])
-def test_the_imagenet_resnets_have_the_published_size(depth, size):
-    assert sum(p.numel() for p in bench.imagenet_resnet(depth).parameters()) == size

@@ -179,7 +179,7 @@ def test_a_single_layer_and_frozen_weights():
     new, _ = convert(layer)
     assert isinstance(new, SRLinear)
     assert not any(p.requires_grad for p in new.parameters())
-    assert make_lipschitz(nn.Linear(3, 3)).conversion.report.upper <= 1
+    assert make_lipschitz(nn.Linear(3, 3), example_input=torch.zeros(1, 3)).conversion.report.upper <= 1
 
 
 def test_hooks_are_not_dropped():
@@ -219,5 +219,5 @@ def test_refusals():
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     with pytest.raises(Refused, match="no factor"):
-        make_lipschitz(zero)
+        make_lipschitz(zero, example_input=torch.zeros(1, 2))
     assert "sll" not in methods()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, krylov, lanczos, random_start, syrk, syrk_error
+from equipoise.norms.cholesky import PIECE, cholesky_bracket, lanczos, random_start, syrk, syrk_error
 
 
 def spectrum(m, n, values):
@@ -86,13 +86,9 @@ def test_the_triangle_of_a_gram_matrix_is_as_near_as_it_says(shape, stored, dtyp
         assert allowed <= 2 * gamma(PIECE + 20 if dtype is torch.float32 else len(A) + 20, dtype) * size
 
 
-def test_ritz_values_and_vectors():
-    torch.manual_seed(0)
+def test_ritz_vectors():
     G = torch.diag(torch.linspace(0, 1, 60, dtype=torch.float64) ** 3)
-    space = krylov(G.matmul, torch.randn(60, dtype=torch.float64), 20)
-    theta, Y = space.ritz()
-    V = space.Q.mT @ Y
-    assert torch.allclose(V.mT @ V, torch.eye(20, dtype=torch.float64), atol=1e-10)
-    off = torch.linalg.vector_norm(G @ V - V * theta, dim=0)
-    assert torch.allclose(off, (space.off_diagonal[-1] * Y[-1]).abs(), atol=1e-10)
-    assert torch.allclose(lanczos(G.matmul, torch.ones(60, dtype=torch.float64), 60).abs()[-1], torch.ones(()).double())
+    for steps, error in ((60, 1e-10), (20, 1e-4)):
+        v = lanczos(G.matmul, torch.ones(60, dtype=torch.float64), steps)
+        assert abs(float(v.norm()) - 1) < 1e-10
+        assert abs(float(v @ G @ v) - 1) < error

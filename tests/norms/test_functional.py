@@ -32,20 +32,14 @@ def test_gradient_of_rank_one_and_zero() -> None:
     assert bool((K.grad == 0).all())
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_gradient_survives_extreme_scales(scale: float) -> None:
-    torch.manual_seed(0)
-    W = torch.randn(6, 4)
-    a, b = (w.clone().requires_grad_() for w in (W, W * scale))
-    functional.gram_norm(a).backward()
-    functional.gram_norm(b).backward()
-    assert torch.allclose(a.grad, b.grad, rtol=1e-4)
-
-
 @pytest.mark.parametrize("scale", [2.0**-120, 2.0**-60, 2.0**60, 2.0**120])
 def test_conv_norm_survives_extreme_scales(scale: float) -> None:
     K = torch.randn(3, 2, 3, 3)
     assert float(functional.conv_norm(K * scale)) / scale == pytest.approx(float(functional.conv_norm(K)))
+    a, b = (w.flatten(1).clone().requires_grad_() for w in (K, K * scale))
+    functional.gram_norm(a).backward()
+    functional.gram_norm(b).backward()
+    assert torch.allclose(a.grad, b.grad, rtol=1e-4)
 
 
 @pytest.mark.medium

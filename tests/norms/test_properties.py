@@ -27,42 +27,12 @@ def _matrix(m: int, n: int, seed: int, dtype: torch.dtype = torch.float64) -> to
 
 
 @examples
-@given(sizes, sizes, seeds, st.sampled_from([torch.float32, torch.float64, torch.complex128]))
-def test_bracket_holds(m: int, n: int, seed: int, dtype: torch.dtype) -> None:
-    W = _matrix(m, n, seed, dtype)
-    wide = W.to(torch.complex128 if W.is_complex() else torch.float64)
-    truth = float(torch.linalg.matrix_norm(wide, ord=2))
-    bracket = spectral_norm(W, rtol=1e-6)
-    assert bracket.lower <= truth * (1 + 1e-12)
-    assert bracket.upper >= truth * (1 - 1e-12)
-
-
-@examples
 @given(sizes, sizes, seeds, st.integers(-300, 300))
 def test_scaling_by_a_power_of_two_is_exact(m: int, n: int, seed: int, power: int) -> None:
     W = _matrix(m, n, seed)
     a, b = spectral_norm(W), spectral_norm(W * 2.0**power)
     assert b.upper == a.upper * 2.0**power
     assert b.lower == a.lower * 2.0**power
-
-
-@examples
-@given(sizes, sizes, seeds)
-def test_transpose_has_the_same_norm(m: int, n: int, seed: int) -> None:
-    W = _matrix(m, n, seed)
-    a, b = spectral_norm(W, rtol=1e-8), spectral_norm(W.mT, rtol=1e-8)
-    assert abs(a.upper - b.upper) <= 1e-7 * a.upper
-    assert max(a.lower, b.lower) <= min(a.upper, b.upper)
-
-
-@examples
-@given(sizes, sizes, st.integers(1, 5), seeds)
-def test_batch_layout_does_not_matter(m: int, n: int, batch: int, seed: int) -> None:
-    W = torch.stack([_matrix(m, n, seed + i) for i in range(batch)])
-    for together in (spectral_norm(W, rtol=1e-6), spectral_norm(W.mT.contiguous().mT, rtol=1e-6)):
-        for i in range(batch):
-            alone = spectral_norm(W[i], rtol=1e-6)
-            assert max(together.lower[i], alone.lower) <= min(together.upper[i], alone.upper)
 
 
 @settings(max_examples=30, deadline=None)

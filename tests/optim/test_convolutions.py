@@ -6,7 +6,6 @@ from torch import nn
 
 from equipoise.core import Refused
 from equipoise.norms import convolution, reference_norm
-from equipoise.norms.symbol import symbol_energy
 from equipoise.norms.tracking import TrackedConvolution
 from equipoise.optim import SpectralGuard
 
@@ -62,59 +61,11 @@ def test_the_norm_of_the_layer_is_held(name, known, monkeypatch):
             assert bracket.lower <= sigma * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_bound_by_weyl_covers_any_change(name):
-    """Weyl alone, never a new proof: the distance in the symbol bounds the distance of the operators."""
-    module, shape = layer(name)
-    tracked = TrackedConvolution(module, shape[1:])
-    tracked.bracket(module.weight)
-    for step in range(4):
-        with torch.no_grad():
-            module.weight.add_(0.1 * 4.0**-step * torch.randn(module.weight.shape).sign())
-            if step == 2:
-                tracked.scale(module.weight, 0.5)
-        lower, upper = tracked.bracket(module.weight, enough=1e9)
-        sigma = reference_norm(module, shape)
-        assert lower <= sigma * (1 + 1e-12)
-        assert sigma <= upper * (1 + 1e-12)
-    assert tracked.used["weyl"] == 4
-
-
-@pytest.mark.parametrize("taps", [(1,), (3,), (2, 3), (3, 3), (2, 2, 2)])
-def test_the_size_of_the_symbol_bounds_it_everywhere(taps):
-    generator = torch.Generator().manual_seed(0)
-    for kernel in (torch.ones(2, 2, 1, *taps), torch.randn(2, 2, 3, *taps, generator=generator)):
-        places = torch.cartesian_prod(*(torch.arange(n) for n in taps)).reshape(-1, len(taps)).double()
-        omega = 7 * torch.randn(200, len(taps), generator=generator).double()
-        omega[0] = 0
-        phases = torch.exp(-1j * (omega @ places.mT))
-        E = torch.einsum("ft,gort->fgor", phases, kernel.flatten(3).to(phases.dtype))
-        sizes = torch.linalg.matrix_norm(E).amax(1)
-        assert float(sizes.max()) <= float(symbol_energy(kernel).max())
-        assert (
-            float(symbol_energy(kernel).max())
-            <= 1.0001 * float(kernel.flatten(3).abs().sum(-1).square().sum((1, 2)).max()) ** 0.5 * 2
-        )
-
-
 def test_a_shared_kernel_is_refused():
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3))
     model[1].weight = model[0].weight
     with pytest.raises(Refused, match="share one kernel"):
         SpectralGuard(model)
-
-
-@pytest.mark.parametrize("lie", ["lower", "upper"])
-def test_resuming_a_convolution_and_a_false_claim(lie):
-    module, shape = layer("stride")
-    guard = SpectralGuard(nn.Sequential(module), radius=0.5, example_input=torch.zeros(1, *shape))
-    state = guard.state_dict()
-    guard.load_state_dict(state)
-    assert guard.layers[0].tracked.proof is not None
-    state["0/numbers"][{"lower": 1, "upper": 2}[lie]] *= {"lower": 1.2, "upper": 0.5}[lie]
-    guard.load_state_dict(state)
-    assert guard.layers[0].tracked.proof is None
-    assert guard.bounds()["0"].upper >= reference_norm(module, shape)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -128,6 +79,8 @@ def test_small_steps_use_the_carried_proof_and_resume(name, dense, monkeypatch):
     for _ in range(6):
         with torch.no_grad():
             module.weight.add_(1e-4 * torch.randn(module.weight.shape).sign())
+            tracked.bracket(module.weight, enough=1e9)  # by Weyl alone, then scaled
+            tracked.scale(module.weight, 0.999)
         lower, upper = tracked.bracket(module.weight, enough=1.02 * first)
         sigma = reference_norm(module, shape)
         assert lower <= sigma * (1 + 1e-12)

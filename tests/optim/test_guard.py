@@ -197,50 +197,39 @@ def test_resuming_is_exact(how):
     assert guard.steps == resumed.steps
 
 
-@pytest.mark.parametrize("lie", ["upper", "lower", "S", "kappa", "Q"])
-def test_a_stored_claim_that_is_false_is_dropped(lie):
+@pytest.mark.parametrize("lie", ["S", "numbers", "Q", "start"])
+def test_nothing_stored_is_trusted(lie):
     model = nn.Sequential(nn.Linear(40, 30))
     guard = SpectralGuard(model, radius=1.0)
     state = guard.state_dict()
-    if lie in ("S", "Q"):
-        state[f"0/{lie}"] = state[f"0/{lie}"] * 0.5
-    else:
-        state["0/numbers"][["kappa", "lower", "upper"].index(lie)] *= {"lower": 1.1}.get(lie, 0.5)
+    state[f"0/{lie}"] = state[f"0/{lie}"] * 0.5
     guard.load_state_dict(state)
     with torch.no_grad():
         model[0].weight.mul_(1.7)
     bracket = guard.bounds()["0"]
     assert bracket.lower <= true_norm(model[0]) <= bracket.upper
-
-
-def _loaded(net):
-    net.load_state_dict({name: 50 * value for name, value in net.state_dict().items()}, assign=True)
-
-
-def _assigned(net):
-    net[2].weight = nn.Parameter(50 * net[2].weight.detach())
-
-
-@pytest.mark.parametrize("replace", [_loaded, _assigned])
-def test_a_weight_that_was_replaced_is_not_spoken_of(replace):
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    guard = SpectralGuard(net)
-    replace(net)
-    for ask in (guard.bounds, guard.step, guard.scalars):
-        with pytest.raises(Refused, match="make a new guard"):
-            ask()
+    state[f"0/{lie}"] = state[f"0/{lie}"][:1]
+    with pytest.raises(InputError, match="stored"):
+        guard.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"), [("stride", (2, 2)), ("padding", (0, 0)), ("padding_mode", "circular")]
+    "change",
+    [
+        lambda net: net.load_state_dict({k: 50 * v for k, v in net.state_dict().items()}, assign=True),
+        lambda net: setattr(net[0], "weight", nn.Parameter(50 * net[0].weight.detach())),
+        lambda net: setattr(net[0], "stride", (2, 2)),
+        lambda net: setattr(net[0], "padding_mode", "circular"),
+    ],
+    ids=["loaded", "assigned", "stride", "padding"],
 )
-def test_a_convolution_that_was_turned_into_another_is_not_spoken_of(attribute, value):
+def test_a_weight_or_layer_that_became_another_is_not_spoken_of(change):
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1))
     guard = SpectralGuard(net, input_size=8)
     guard.step()
-    setattr(net[0], attribute, value)
+    change(net)
     for ask in (guard.bounds, guard.step, guard.scalars):
-        with pytest.raises(Refused, match="another padding, stride"):
+        with pytest.raises(Refused, match="make a new guard"):
             ask()
 
 
@@ -268,6 +257,9 @@ def parametrized():
         (net, {"radius": {"nothing": 1.0}}, "matches 'nothing'"),
         (net, {"how": "crop"}, "must be one of cap"),
         (net, {"tolerance": 0.0}, "tolerance must be"),
+        (net, {"headroom": 1.0}, "headroom"),
+        (net, {"headroom": float("nan")}, "headroom"),
+        (net, {"optimizer": torch.optim.SGD(net().parameters(), lr=0.1)}, "none of the guarded weights"),
         (net, {"how": "sphere", "every": 3}, "1 for how='sphere'"),
         (parametrized, {}, "parametrisation"),
         (lambda: nn.Sequential(nn.Conv2d(1, 2, 3)), {"how": "clip"}, "is a convolution"),
@@ -284,11 +276,6 @@ def test_a_zero_weight_has_no_place_on_a_sphere():
     with pytest.raises(Refused, match="is zero"):
         SpectralGuard(model, how="sphere")
     assert SpectralGuard(model, how="cap").bounds()["0"].upper == 0
-
-
-def test_an_optimizer_of_other_weights_is_refused():
-    with pytest.raises(InputError, match="none of the guarded weights"):
-        SpectralGuard(net(), optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
 
 
 class Raw(nn.Module):
@@ -355,35 +342,10 @@ def test_hugging_faces_conv1d_is_guarded():
     assert float(torch.linalg.svdvals(model[0].weight.detach().double())[0]) <= 0.5 * (1 + TOLERANCE)
 
 
-def tied(layer):
-    """Two parameters on one memory, the second one transposed."""
-    other = nn.Linear(layer.out_features, layer.in_features, bias=False)
-    other.weight = nn.Parameter(layer.weight.t())
-    return nn.Sequential(layer, other)
-
-
-@pytest.mark.parametrize("how", ["cap", "sphere", "clip"])
-@pytest.mark.parametrize("shape", [(12, 8), (9, 9)])
-def test_two_parameters_on_one_memory_are_one_weight(shape, how):
-    torch.manual_seed(0)
-    model = tied(nn.Linear(*shape, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    guard = SpectralGuard(model, radius={"0": 1.0, "1": 2.0}, how=how, optimizer=optimizer)
-    assert len(guard.layers) == 1
-    for _ in range(5):
-        model(torch.randn(16, shape[0])).sub(1).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_held(guard, model, 1 + TOLERANCE)
-
-
-def test_a_write_through_another_parameter_on_the_memory_is_seen():
-    model = nn.Sequential(nn.Linear(6, 6, bias=False))
-    model.register_parameter("row", nn.Parameter(model[0].weight.data[2]))
-    guard = SpectralGuard(model, radius=1.0)
-    with torch.no_grad():
-        model.row.mul_(50)
-    assert guard.bounds()["0"].upper >= true_norm(model[0])
+def transposed():
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.t())
+    return model
 
 
 def overlapping():
@@ -393,25 +355,13 @@ def overlapping():
     return model
 
 
-def expanded():
-    model = nn.Sequential(nn.Linear(4, 6, bias=False))
-    model[0].weight = nn.Parameter(torch.randn(1, 4).expand(6, 4))
-    return model
-
-
-@pytest.mark.parametrize(("make", "said"), [(overlapping, "overlap in memory"), (expanded, "repeats its own memory")])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(overlapping, "overlap in memory"), (transposed, "overlap in memory")],
+)
 def test_weights_that_overlap_otherwise_are_refused(make, said):
     with pytest.raises(Refused, match=said):
         SpectralGuard(make())
-
-
-def test_disjoint_parts_of_one_memory_are_two_weights():
-    memory = torch.randn(12, 8)
-    model = nn.Sequential(nn.Linear(4, 12, bias=False), nn.Linear(4, 12, bias=False))
-    model[0].weight, model[1].weight = nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])
-    guard = SpectralGuard(model, radius=0.5)
-    assert len(guard.layers) == 2
-    assert_held(guard, model, 0.5 * (1 + TOLERANCE))
 
 
 def test_public_name_and_wrapped_optimizers():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import InputError, full_precision
+from equipoise.core import full_precision
 from equipoise.norms.cholesky import PIECE, cholesky_bracket
 from equipoise.norms.tracking import TrackedMatrix
 from equipoise.optim import SpectralGuard
@@ -67,25 +67,6 @@ def test_brackets_of_weights_at_the_ends_of_the_range_hold(module, size):
         assert norm() <= bracket.upper * (1 + 1e-12)
 
 
-def test_a_start_that_is_no_help_is_replaced():
-    A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
-    for start in (torch.zeros(3), torch.tensor([0.0, 1.0, 0.0])):
-        lower, upper, _ = cholesky_bracket(A, 1e-3, start=start, enough=2.5)
-        assert lower <= 3 <= upper
-
-
-def test_a_tracked_matrix_is_compared_before_it_is_proved_again():
-    torch.manual_seed(0)
-    W = torch.randn(90, 70)
-    tracked = TrackedMatrix()
-    lower, upper = tracked.bracket(W)
-    assert upper <= 1.001 * lower
-    assert tracked.bracket(W + 1e-5, enough=1.01 * upper)[1] <= 1.01 * upper
-    assert tracked.used == {"direct": 1, "weyl": 1}
-    tracked.bracket(W + 1e-5, enough=0.9 * upper, rtol=1e-6)
-    assert tracked.used["direct"] == 2
-
-
 @pytest.mark.parametrize("headroom", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("how", ["cap", "clip", "hammer"])
 def test_headroom_says_how_far_below_the_radius_a_weight_is_put(how, headroom):
@@ -100,12 +81,6 @@ def test_headroom_says_how_far_below_the_radius_a_weight_is_put(how, headroom):
             for layer in model:
                 layer.weight.mul_(1.3)
         guard.step()
-
-
-@pytest.mark.parametrize("headroom", [-0.1, 1.0, float("nan")])
-def test_a_headroom_that_is_no_share_is_refused(headroom):
-    with pytest.raises(InputError, match="headroom"):
-        SpectralGuard(nn.Sequential(nn.Linear(3, 3)), headroom=headroom)
 
 
 def spiked(m, n, seed):
@@ -131,28 +106,9 @@ def test_directions_that_are_followed_save_proofs_and_hold(shape, dtype):
             assert lower <= sigma * (1 + 1e-12)
             assert sigma <= upper * (1 + 1e-12)
             assert upper <= max(1.0, 1.03 * lower)
-            other.load_state_dict(tracked.state_dict())
-            assert other.proof is not None
+            if step % 8 == 0:
+                other.load_state_dict(tracked.state_dict())
+                assert other.bracket(W, 10.0) == tracked.bracket(W, 10.0)
             if upper > 1:
                 tracked.scale(W, 0.97 / upper)
         assert tracked.used["direct"] <= 6
-
-
-@pytest.mark.parametrize("lie", ["T", "numbers"])
-def test_a_false_claim_about_the_rest_is_dropped(lie):
-    W = spiked(96, 64, seed=2)
-    tracked = TrackedMatrix()
-    with full_precision():
-        for _ in range(3):
-            tracked.bracket(W, 0.1, 1e-5)
-            W = W * 1.1
-        tracked.bracket(W, 0.1, 0.03)
-        state = tracked.state_dict()
-        assert bool(state["T"].any())
-        state[lie] = (
-            state[lie] * torch.tensor([1.0, 1.0, 1.0, 0.3], dtype=torch.float64)
-            if lie == "numbers"
-            else 0.3 * state[lie]
-        )
-        tracked.load_state_dict(state)
-    assert tracked.proof is None

@@ -1,9 +1,7 @@
-import json
-
 import numpy as np
 import pytest
 
-from equipoise.report import Attacks, Audit, Checked, Picture, ReportData, Series, data_uri
+from equipoise.report import Attacks, Checked, ReportData, Series
 from equipoise.runs import Results
 
 HOSTILE = '</script><img src=x onerror="window.pwned=1"><b>\'&amp;"@@DATA@@ =1+1'
@@ -36,10 +34,6 @@ def bound(name="conv1", layers=4):
     }  # fmt: skip
 
 
-def audit_of(model, bound, **parts):
-    return Audit.model_validate_json(json.dumps({"model": model, "bound": bound, **parts}))
-
-
 def whole(n=40, text="net"):
     """A report with everything in it, `text` wherever a file could put text."""
     ids = tuple(f"{text}{i}" for i in range(n))
@@ -53,18 +47,8 @@ def whole(n=40, text="net"):
         Attacks(text, text, kind, ids, np.where(rng.random(n) < 0.9, rng.gamma(3, 0.3, n), np.inf), "20 steps")
         for kind in ("base", "smoothed")
     ]
-    image = data_uri(rng.random((8, 8)))
-    pictures = [
-        Picture(
-            model=text, id=text, label="3", predicted="3" if i else "5", radius=0.123456, procedure="cpm", image=image,
-            adversarial=image if i else None, distance=0.654321 if i else None, answer="8",
-        )
-        for i in range(3)
-    ]  # fmt: skip
-    local = {"id": text, "lower": 0.51239, "upper": 0.61231}
-    audit = audit_of(text, bound(text), local=[local], local_radius=0.1)
     return ReportData(
-        text, tuple(curves), tuple(attacks), (audit,), tuple(pictures), ({"run": text, "model": text, "seed": 7},),
+        text, tuple(curves), tuple(attacks), {text: bound(text)}, ({"run": text, "model": text, "seed": 7},),
         Checked(12), text, "2026-01-01", {"equipoise": "0"}, (text,),
     )  # fmt: skip
 
@@ -78,6 +62,5 @@ def report_parts():
         series = staticmethod(series)
         whole = staticmethod(whole)
         bound = staticmethod(bound)
-        audit = staticmethod(audit_of)
 
     return Parts

@@ -94,25 +94,6 @@ def column(page, table, k):
     return page.execute_script(script, table, k)
 
 
-def test_headers_sort(browser, pages):
-    with opened(browser, pages["usual"]) as page:
-        before = column(page, "#layers-0", 5)
-        head = "document.querySelectorAll('#layers-0 th button')[5].click();"
-        page.execute_script(head)
-        up = [float(v) for v in column(page, "#layers-0", 5)]
-        page.execute_script(head)
-        down = [float(v) for v in column(page, "#layers-0", 5)]
-        assert up == sorted(up)
-        assert down == up[::-1]
-        assert sorted(map(float, before)) == up
-        assert (
-            page.execute_script("return document.querySelectorAll('#layers-0 th')[5].getAttribute('aria-sort')")
-            == "descending"
-        )
-        page.execute_script("document.querySelectorAll('#layers-0 th button')[4].click();")
-        assert column(page, "#layers-0", 4)[-1] == ""  # unknown stays last
-
-
 def test_light_and_dark(browser, pages):
     with opened(browser, pages["usual"], dark=True) as page:
         dark = background(page)
@@ -126,15 +107,6 @@ def test_light_and_dark(browser, pages):
         assert page.execute_script(ink) != bright  # the charts follow
     with opened(browser, pages["usual"]) as page:
         assert background(page) == light
-
-
-def test_attacks_can_be_hidden(browser, pages):
-    shown = "return document.querySelectorAll('#curves-0 .scatterlayer .trace').length"
-    with opened(browser, pages["usual"]) as page:
-        page.execute_script("document.getElementById('show-attacks').click();")
-        assert page.execute_script(shown) == 5
-        page.execute_script("document.getElementById('show-attacks').click();")
-        assert page.execute_script(shown) == 7
 
 
 @pytest.mark.parametrize("name", ["usual", "hostile"])

@@ -42,10 +42,8 @@ REFUSED = [
     ({"procedure": "cohen"}, {"alpha": 0.0}, InputError, "risk alpha"),
     ({"procedure": "cohen"}, {"alpha": 1.0}, InputError, "risk alpha"),
     ({"procedure": "cohen"}, {"procedure": "kohen"}, InputError, "unknown procedure"),
-    ({"procedure": "cohen"}, {"target_radius": 0.1}, InputError, "adaptive runs"),
     ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "cohen", "lipschitz": 1.0}, Refused, "no Lipschitz"),
-    ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "lvm"}, Refused, "stopped each input by looking"),
-    ({"target_radius": 0.1}, {"target_radius": 0.0}, InputError, "must be a positive number, got 0.0"),
+    ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "lvm"}, Refused, "stored votes only"),
 ]
 
 
@@ -54,16 +52,6 @@ def test_refusals(tmp_path, net, xy, settings, asked, error, words):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=150, limit=3, **settings)
     with pytest.raises(error, match=words):
         run.certificates(**asked)
-
-
-def test_a_target_can_be_changed_after_the_fact(tmp_path, net, xy):
-    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=1000, procedure="cohen", target_radius=0.2)
-    lower, same, higher = (run.certificates(target_radius=t) for t in (0.05, 0.2, 0.5))
-    assert set(lower.radius[~lower.abstain]) <= {0.05}
-    assert np.array_equal(same.radius, run.certificates(procedure="adaptive").radius)
-    assert list(run.summary().accuracy) == [0.2]
-    assert list(run.summary(results=run.results(target_radius=0.05)).accuracy) == [0.05, 0.2]
-    assert (~lower.abstain).sum() >= (~same.abstain).sum() >= (~higher.abstain).sum()
 
 
 @pytest.mark.parametrize("sampled", ["lvm", "direct"])

@@ -26,7 +26,7 @@ def originals(tmp_path_factory):
     certify(net, data, run_dir=folder / "soft", sigma=0.3, n=100, seed=0, **settings)
     prove(net, data, run_dir=folder / "proved", effort="fast")
     run = certify(net, data, run_dir=folder / "votes", sigma=0.3, n=100, seed=0)
-    run.add_attacks([AttackRow(id=0, kind="smoothed", epsilon=0.1, success=False)])
+    run.add_attacks([AttackRow(id=0, epsilon=0.1, success=False)])
     return folder
 
 

@@ -26,13 +26,11 @@ BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.
 #: other settings, and how the difference reads
 CHANGES = [
     ({"sigma": 0.31}, "sigma: 0.3 → 0.31"),
-    ({"n": 200}, "n: 150 → 200"),
-    ({"alpha": 0.01}, r"alpha: 0.001 → 0.01\): to change alpha without sampling.*equipoise derive"),
+    ({"alpha": 0.01}, r"alpha: 0.001 → 0.01\):.*equipoise derive"),
     ({"procedure": "direct"}, "procedure: lvm → direct.*equipoise derive"),
     ({"seed": 1}, "seed: 0 → 1"),
     ({"map": "softmax:2.0"}, r"map: softmax:1.0 → softmax:2.0"),
     ({"lipschitz": 3.0}, "lipschitz: unset → 3.0"),
-    ({"nonfinite": "miss"}, "nonfinite: refuse → miss"),
     ({"skip": 1}, "inputs: .*'skip': 0.*'skip': 1.*; total: 12 → 11"),
     ({"sigma": 0.4, "n": 151, "seed": 2}, r"n: 150 → 151; seed: 0 → 2; sigma: 0.3 → 0.4"),
 ]
@@ -147,23 +145,17 @@ def test_a_changed_model_or_dataset_is_refused_and_named(finished, net, xy):
 #: settings that make no sense, and the words they get
 WRONG = [
     ({"sigma": 0.0}, "sigma"),
-    ({"sigma": float("nan")}, "sigma"),
     ({"sigma": lambda x: 0.1}, "one number"),
     ({"n": 10**20}, "'n' must be"),
-    ({"alpha": 1.5}, "alpha"),
     ({"procedure": "choen"}, "unknown procedure"),
     ({"procedure": "cohen", "map": "softmax:1"}, "counts votes"),
     ({"procedure": "cohen", "lipschitz": 1.0}, "votes have no Lipschitz"),
-    ({"procedure": "lvm", "lipschitz": -1.0}, "lipschitz"),
     ({"procedure": "lvm", "lipschitz": 1.0, "noise": "grid"}, "not Lipschitz"),
     ({"procedure": "lvm", "map": "softmin"}, "map must be"),
     ({"procedure": "lvm", "target_radius": 0.1}, "majority vote"),
-    ({"nonfinite": "ignore"}, "nonfinite"),
-    ({"limit": 0}, "limit"),
     ({"skip": 12}, "leaves none"),
     ({"batch_size": 0}, "batch_size"),
     ({"device": "cuda:99"}, "device"),
-    ({"denoiser": "blur"}, r"nn\.Module"),
 ]
 
 
@@ -180,7 +172,8 @@ class Shrink(nn.Module):
 
 
 def test_a_run_with_a_denoiser_is_the_run_of_the_pair(tmp_path, net, xy):
-    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, seed=0, denoiser=Shrink().eval())
-    pair = SmoothedClassifier(Denoised(Shrink(), net).eval(), 0.3, 4, seed=0).certify(xy[0], n=200)
-    assert np.array_equal(run.certificates().radius, pair.radius)
-    assert "Shrink" in run.manifest.model.source
+    pair = Denoised(Shrink(), net).eval()
+    run = certify(pair, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, seed=0)
+    smoothed = SmoothedClassifier(pair, 0.3, 4, seed=0).certify(xy[0], n=200)
+    assert np.array_equal(run.certificates().radius, smoothed.radius)
+    assert portable(pair).hash != portable(Denoised(nn.Identity(), net).eval()).hash

@@ -48,7 +48,7 @@ def test_right_but_nothing_proved_is_a_status_of_its_own(tmp_path):
     assert "right, nothing proved" in results.status
     assert summary.clean == 5 / 6
     assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status]) < summary.clean
-    assert f"{summary.statuses['right, nothing proved']} right, nothing proved" in summary.lines()[1]
+    assert f"{summary.results.statuses['right, nothing proved']} right, nothing proved" in summary.lines()[1]
 
 
 def test_stopped_merged_and_continued_runs_have_the_same_table(tmp_path):

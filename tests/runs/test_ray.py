@@ -96,7 +96,7 @@ def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
 
 
 def test_other_software_or_code_on_a_worker_is_refused(net, xy):
-    spec = prepare(net, xy, Settings.of("sampled", {"sigma": 0.3})).spec()
+    spec = prepare(net, xy, Settings.of("sampled", {"sigma": 0.3})).spec
     with pytest.raises(Refused, match=r"a worker has torch .* instead of 0\.0"):
         RayWorker(pickle.dumps(spec), [], {"torch": "0.0"})
     with pytest.raises(Refused, match=r"a worker has code sha256:.* instead of sha256:other"):

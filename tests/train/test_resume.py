@@ -1,12 +1,8 @@
 """A run that is stopped anywhere and started again gives the same bits; nothing half-written is ever left."""
 
 import errno
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -122,34 +118,6 @@ def test_a_crash_while_a_file_is_written_loses_nothing(small, tmp_path, monkeypa
         again = run_recipe(recipe, folder)
         assert figures(folder) == figures(tmp_path / "whole")
         assert same(weights(again), weights(whole))
-
-
-SCRIPT = """
-import json, sys
-from equipoise.train import run_recipe
-def tell(event):
-    print("step", event.step, flush=True)
-run_recipe(json.loads(sys.argv[1]), sys.argv[2], progress=tell)
-"""
-
-
-def test_sigkill(small, tmp_path, figures):
-    recipe = small("checkpoint_steps=4", epochs=6)
-    whole = run_recipe(recipe, tmp_path / "whole")
-    command = [sys.executable, "-c", SCRIPT, json.dumps(recipe.to_dict()), str(tmp_path / "run")]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        for line in child.stdout:
-            if line.strip() == "step 14":
-                break
-        child.send_signal(signal.SIGKILL)
-    finally:
-        child.kill()
-        child.wait(timeout=60)
-    assert child.returncode == -signal.SIGKILL
-    again = run_recipe(recipe, tmp_path / "run")
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert same(weights(again), weights(whole))
 
 
 def test_two_runs_in_one_folder_are_refused(small, tmp_path):

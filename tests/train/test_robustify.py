@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
-from equipoise.checkpoints import load_model, load_weights, register_model, save_checkpoint
+from equipoise.checkpoints import load_model, load_weights
 from equipoise.conversion import make_lipschitz
 from equipoise.core import InputError
 from equipoise.data import load_dataset
@@ -60,12 +59,9 @@ def test_the_command(equipoise, plain, tmp_path):
 
 
 def test_what_cannot_be_done_is_said(plain, tmp_path):
-    register_model("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    save_checkpoint(tmp_path / "own", nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "flat", {}, (1, 8, 8))
     (tmp_path / "net.pt2").write_bytes(b"anything")
     for source, data, words in (
         (plain, None, r"data\.path"),
-        (tmp_path / "own", "digits", "make_lipschitz"),
         (tmp_path / "net.pt2", "digits", "expected a checkpoint folder"),
         (tmp_path / "missing.onnx", "digits", "expected a checkpoint folder"),
     ):

@@ -1,12 +1,9 @@
 """The command: one sentence on bad input, a folder that other commands read, JSON that is JSON, several processes."""
 
-import contextlib
 import json
 import os
-import pty
 import subprocess
 import sys
-import threading
 
 import pytest
 from safetensors.torch import load_file
@@ -78,27 +75,6 @@ def test_a_users_own_factory(equipoise, recipe, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert not (tmp_path / "run" / "config.json").exists()  # a file never names foreign code
     assert load_file(tmp_path / "run" / "model.safetensors")["1.weight"].shape == (6, 64)
-
-
-def test_progress_on_a_terminal(recipe, tmp_path):
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "equipoise", "train", str(recipe), "--run-dir", str(tmp_path / "run"), "--json"]
-    pieces = []
-
-    def listen():
-        with contextlib.suppress(OSError):  # the other end is gone
-            while piece := os.read(ours, 1 << 16):
-                pieces.append(piece)
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=300)
-    os.close(theirs)
-    listener.join(timeout=30)
-    os.close(ours)
-    assert done.returncode == 0
-    assert "epoch 2/2" in b"".join(pieces).decode(errors="replace")
-    assert json.loads(done.stdout)["epoch"] == 2
 
 
 def test_two_processes_by_torchrun(recipe, tmp_path):

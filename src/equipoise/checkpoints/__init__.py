@@ -7,11 +7,9 @@ from equipoise.checkpoints.directory import (
     save_checkpoint,
     tensor_bytes,
 )
-from equipoise.checkpoints.program import load_program
 from equipoise.checkpoints.sources import Loaded, load_factory, load_model
 
 __all__ = [
-    "Loaded", "load_checkpoint", "load_factory", "load_model", "load_program",
-    "load_weights", "register_model", "registered", "save_checkpoint",
+    "Loaded", "load_checkpoint", "load_factory", "load_model", "load_weights", "register_model", "registered", "save_checkpoint",
     "tensor_bytes",
 ]  # fmt: skip

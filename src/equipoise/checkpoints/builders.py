@@ -4,11 +4,8 @@ A checkpoint's `config.json` (or a recipe) is only ever data. The name in it is 
 Third parties add rows through the entry point group `equipoise.models`: an entry is loaded only if a file names it.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
-import re
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -29,7 +26,6 @@ _HOME = "equipoise.nn.models"
 _OTHERS = ("equipoise.conversion:converted",)
 GROUP = "equipoise.models"
 _ADDED: dict[str, Builder] = {}
-_NAME = re.compile(r"^[A-Za-z_][\w.-]{0,99}$", re.ASCII)
 #: what an argument may be at most: a number, a text, a list
 _INTEGER, _TEXT, _LENGTH = 2**31, 200, 4096
 #: operations that building a model may take per stored tensor, fifty times what it does take
@@ -40,17 +36,13 @@ def register_model(name: str, builder: Builder) -> None:
     """Let checkpoints of this process name `builder` by `name`; an installed package uses the entry point group instead.
 
     Args:
-        name: letters, digits, `_`, `.` and `-`.
+        name: for `factory` in `config.json`.
         builder: called with the checkpoint's arguments; returns a module.
 
     >>> register_model("doctest-flatten", lambda: nn.Flatten())
     >>> registered("doctest-flatten")
     True
     """
-    if not _NAME.match(name):
-        raise InputError(
-            f"a model's name is letters, digits, '_', '.' and '-', at most 100 of them, got {name!r}"
-        )
     _ADDED[name] = builder
 
 

@@ -38,7 +38,6 @@ def save_checkpoint(
     factory: str,
     arguments: Mapping[str, Any] | None = None,
     input_shape: tuple[int, ...] | None = None,
-    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `model.safetensors` and `config.json`, each whole or not at all, so that `load_checkpoint` gives the model back.
 
@@ -48,7 +47,6 @@ def save_checkpoint(
         factory: a registered builder (`equipoise.nn.models.factory("mlp")`).
         arguments: of the builder.
         input_shape: of one input.
-        extra: kept in `config.json` under its own keys (epoch, metrics, certificate), never executed.
     """
     folder = Path(folder)
     if not registered(factory):
@@ -56,16 +54,16 @@ def save_checkpoint(
             f"{factory!r} is no registered model, so no checkpoint could name it: register it "
             "(equipoise.checkpoints.register_model, or an entry point), or keep the weights alone"
         )
-    config = {
-        "factory": factory,
-        "arguments": dict(arguments or {}),
-        "input_shape": input_shape,
-        **(extra or {}),
-    }
     make_folder(folder)
     weights = tensor_bytes(model.state_dict())
-    config["weights"] = digest_bytes(weights)
-    config = sealed(config)
+    config = sealed(
+        {
+            "factory": factory,
+            "arguments": dict(arguments or {}),
+            "input_shape": input_shape,
+            "weights": digest_bytes(weights),
+        }
+    )
     atomic_write(folder / "model.safetensors", weights)
     atomic_write(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
     return folder

@@ -5,8 +5,6 @@ of that type has; code in the folder (`auto_map`), quantisation and pickled weig
 sketched on torch's meta device first: it must not be larger than the file, and every name in the file must have its place in it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping
@@ -85,11 +83,10 @@ def load_hugging_face(
             f"are image classifiers of the types {', '.join(_FAMILIES)}: export it ({_EXPORT}), or bound its weights one by one "
             "with `equipoise norm FOLDER`"
         )
-    for key in _FOREIGN:
-        if config.get(key):
-            raise Refused(
-                f"{where} asks for code in the folder or quantised weights ({key}): export it: {_EXPORT}"
-            )
+    if any(config.get(key) for key in _FOREIGN):
+        raise Refused(
+            f"{where} asks for code in the folder or quantised weights ({', '.join(_FOREIGN)}): export it: {_EXPORT}"
+        )
 
     numbers, tensors = _count(folder)
     settings_class, builder = getattr(transformers, f"{family}Config"), getattr(transformers, name)

@@ -17,8 +17,6 @@ Inputs are taken one after the other, and outputs returned as a tensor or a tupl
 read, nor are pickles (sample inputs), guards, stated shapes, ranges of symbols but the batch's, and remarks.
 """
 
-from __future__ import annotations
-
 import io
 import keyword
 import math
@@ -103,23 +101,13 @@ _LISTED = (
 )
 
 
-def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
-    """Open a `.pt2` written by `torch.export.save`; see the module for what is refused.
-
-    Args:
-        path: the file.
-        batch: the size at which a dynamic batch dimension is fixed, or the nearest one that the program allows; programs
-            with static shapes keep their own.
-    """
-    return read_program(path, batch)[0]
-
-
 def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str]:
     """The program in a `.pt2` file, and the digest of the file, whatever the batch it is loaded for.
 
     Args:
-        path: the file.
-        batch: the size at which a dynamic batch dimension is fixed.
+        path: written by `torch.export.save`; see the module for what is refused.
+        batch: the size at which a dynamic batch dimension is fixed, or the nearest one that the program allows; programs
+            with static shapes keep their own.
     """
     data = read_bounded(path, LARGEST_ARCHIVE)
     try:
@@ -424,29 +412,21 @@ class _Reader:
             if args and args[0] is False:
                 raise Refused("it has a condition on its batch that this batch does not meet")
         elif target in _SIZES or target in _ARITHMETIC:
-            self.values[_identifier(outputs[0][1]["as_name"])] = self.compute_size(target, args)
+            if target in _SIZES:
+                size = _SIZES[target](args[0].meta["val"], *args[1:])
+            elif all(type(argument) is int for argument in args):
+                size = _ARITHMETIC[target](*args)
+            else:
+                raise Refused(f"it calls {target!r} on something else than sizes")
+            if abs(size) >= 2**63:
+                raise Refused("it computes a size beyond 64 bits")
+            self.values[_identifier(outputs[0][1]["as_name"])] = size
         else:
             tag, several = outputs[0]
             places = several if tag == "as_tensors" else [body for _, body in outputs]
             names = [_identifier(place["name"]) for place in places]
             origin = _origin(value["metadata"].get("nn_module_stack"))
             self.call(find_operation(target), tuple(args), kwargs, names, origin)
-
-    def compute_size(self, target: str, args: list[Any]) -> int:
-        """A size, or arithmetic on sizes.
-
-        Args:
-            target: the operation, of the tables above.
-            args: its arguments.
-        """
-        if target in _SIZES:
-            return _SIZES[target](args[0].meta["val"], *args[1:])
-        if not all(type(argument) is int for argument in args):
-            raise Refused(f"it calls {target!r} on something else than sizes")
-        size = _ARITHMETIC[target](*args)
-        if abs(size) >= 2**63:
-            raise Refused("it computes a size beyond 64 bits")
-        return size
 
     def call(
         self,

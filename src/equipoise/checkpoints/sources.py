@@ -50,8 +50,6 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
         batch: the size at which a dynamic batch dimension of a `.pt2` is fixed; other models take what they take.
     """
     source = str(source)
-    if "\0" in source:
-        raise InputError(f"{source!r} is no name of a file: it holds a zero byte")
     folder = Path(source).is_dir()
     if weights is not None and (folder or source.endswith((".pt2", ".onnx"))):
         raise InputError(f"{source} holds its own weights; leave out the weights file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ def attack(
     epsilon: Annotated[
         str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")
     ] = None,
-    steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
+    steps: Annotated[int, typer.Option(help="gradient steps")] = 20,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -82,16 +83,16 @@ def attack(
         options.interrupted(run)
 
     if json:
-        emit_json(summary.to_dict())
+        emit_json(asdict(summary))
     else:
         if summary.accuracy:
             rows = [
                 {
-                    "radius ε": format_down(e, 4),
-                    "certified": f"{percent(summary.certified[e])} %",
-                    f"attacked, {summary.kind}": f"{100 * share:.2f} %",
+                    "radius ε": format_down(row["epsilon"], 4),
+                    "certified": f"{percent(row['certified'])} %",
+                    f"attacked, {summary.kind}": f"{100 * row['attacked']:.2f} %",
                 }
-                for e, share in summary.accuracy.items()
+                for row in summary.accuracy
             ]
             print_table("Accuracy", rows)
         tell(*summary.lines())
@@ -129,30 +130,20 @@ def predict(
     recipe = recipe.model_copy(update={"split": split})
     dataset = options.load_data(recipe)
     network = options.load_network(recipe, batch=stored.settings.chunk_size)
-    answers = [*predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)]
-    names = dict(enumerate(stored.manifest.data.classes or ()))
-    rows = [
-        {
-            "id": a.id,
-            "answer": None if a.answer < 0 else a.answer,
-            "class": None if a.answer < 0 else names.get(a.answer, str(a.answer)),
-            "failure": a.failure,
-            "label": a.label if dataset.labelled else None,
-        }
-        for a in answers
-    ]
+    answers = predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)
+    names: dict[Any, str] = dict(enumerate(stored.manifest.data.classes or ()))
+    rows = [row | {"class": names.get(row["answer"])} for row in answers]
     if json:
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
         print_table(
             "Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
         )
-        silent = sum(a.answer < 0 and a.failure is None for a in answers)
-        right = (
-            f", {sum(a.answer == a.label and a.failure is None for a in answers)} right"
-            if dataset.labelled
-            else ""
+        given = [row for row in rows if row["answer"] is not None]
+        right = sum(row["answer"] == row["label"] for row in given)
+        tell(
+            f"{len(rows)} inputs, {len(rows) - len(given)} without an answer"
+            + f", {right} right" * dataset.labelled
         )
-        tell(f"{len(answers)} inputs{right}, {silent} without an answer")
-    if any(a.failure for a in answers):
+    if any(row["failure"] for row in rows):
         raise typer.Exit(1)

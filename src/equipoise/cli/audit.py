@@ -83,9 +83,25 @@ def audit_report(
         shape: of one input, where the source does not say it.
         **settings: ball, rtol, chain and progress of `lipschitz_bound`.
     """
+    import torch
+    from torch.export import ExportedProgram
+
     from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound
-    from equipoise.report.audits import example_of
 
     loaded = load_model(source, weights)
-    return lipschitz_bound(loaded.model, example_of(loaded, shape), **settings)
+    network = loaded.model
+    if isinstance(network, ExportedProgram):
+        if shape is not None:
+            options.refuse(f"{source} has its own input shape: leave out --input-shape")
+        return lipschitz_bound(network, **settings)
+    example: Any = loaded.examples
+    if example is None or shape is not None:
+        shape = shape or loaded.input_shape
+        if shape is None:
+            options.refuse(
+                f"the bound of {source} depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32"
+            )
+        parameter = next(network.parameters(), torch.zeros(()))
+        example = torch.zeros(1, *shape, dtype=parameter.dtype)
+    return lipschitz_bound(network, example, **settings)

@@ -11,10 +11,10 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Job, Results, Row, Run, Settings
+    from equipoise.runs import Job, Results, Row, Run
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
-_RUNNING = ("workers", "address", "batch_size", "retry_failed")
+_RUNNING = ("workers", "address", "batch_size")
 Bundle = Annotated[
     Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")
 ]
@@ -51,9 +51,9 @@ def certify(
     Exit code 1: some inputs failed.
 
     Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
-    noise (grid or float), nonfinite, device, target_radius (stop each input early: once this
-    radius is decided); of model and data denoiser, size ([32,32]), layout, columns
-    (["x","y"]); of the execution workers (on Ray), address, batch_size, retry_failed.
+    noise (grid or float), device, target_radius (stop each input early: once this
+    radius is decided); of model and data size ([32,32]), layout, columns
+    (["x","y"]); of the execution workers (on Ray), address, batch_size.
 
     Examples:
 
@@ -61,10 +61,9 @@ def certify(
       equipoise certify model.onnx --data photos/ --set size=[32,32] --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
+    given = dict(locals())
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
-    given = locals() | {"sigma": levels[0] if len(levels) == 1 else levels}
-    given.pop("levels")
-    _perform("sampled", **given)
+    _perform("sampled", **(given | {"sigma": levels[0] if len(levels) == 1 else levels}))
 
 
 def prove(
@@ -100,9 +99,9 @@ def prove(
 
     The radii are about the real function of the stored weights, evaluated in float64 with its
     rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
-    also radii of the forward pass in float32), retry_failed, and those of model and data as for
-    `certify`. A single --epsilon is the only radius asked about: methods are tried from cheap to
-    tight until one proves it. With --complete the answers are proved, broken (the input is stored)
+    also radii of the forward pass in float32), and those of model and data as for `certify`.
+    A single --epsilon is the only radius asked about: methods are tried from cheap to tight until
+    one proves it. With --complete the answers are proved, broken (the input is stored)
     or undecided. Exit code 1: some inputs failed. --vnnlib asks whether a property holds: the
     answer is holds, violated (with the input) or unknown; exit code 1 unless it holds.
 
@@ -173,10 +172,10 @@ def _perform(
     recipe = options.make_recipe(
         **{name: values.pop(name) for name in Recipe.model_fields if name in values}
     )
-    workers, address, batch_size, retry = (values.pop(name, None) for name in _RUNNING)
+    workers, address, batch_size = (values.pop(name, None) for name in _RUNNING)
     levels = options.epsilons(epsilon)
     try:
-        settings: Settings = Settings.of(kind, values)
+        settings = Settings.of(kind, values)
     except TypeError as error:
         options.refuse(f"--set: {error}")
     network = options.load_network(recipe, settings.chunk_size if kind == "sampled" else 1)
@@ -189,7 +188,7 @@ def _perform(
         name=name,
         recipe=recipe,
     )
-    stored = _run(job, run, retry_failed=retry is True, workers=workers, address=address)
+    stored = _run(job, run, workers=workers, address=address)
     if bundle is not None and kind == "sampled":
         _write_votes(stored, bundle)
     elif bundle is not None:
@@ -209,8 +208,14 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         left -= len(open_run(folder).rows)
     if left:
         report = preflight(job)
-        for line in [*report.lines(), *_forecast(job.settings, left, report.seconds)]:
+        settings = job.settings
+        each = settings.seconds
+        if settings.kind == "sampled":
+            each = (settings.n0 + settings.n) * report.seconds
+        for line in report.lines():
             say(line)
+        if each is not None:
+            say(f"{left} inputs take up to {left * each / 60:.2g} minutes on one core")
     try:
         with progress("certifying") as update:
 
@@ -220,22 +225,6 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
             return start(job, folder, progress=show, **execution)
     except KeyboardInterrupt:
         options.interrupted(folder)
-
-
-def _forecast(settings: Settings, inputs: int, seconds: float) -> list[str]:
-    """How long the rest of a run takes.
-
-    Args:
-        settings: of the run.
-        inputs: how many are left.
-        seconds: of one forward pass of one input.
-    """
-    each = settings.seconds
-    if settings.kind == "sampled":
-        each = (settings.n0 + settings.n) * seconds
-    if each is None:
-        return []
-    return [f"{inputs} inputs take up to {inputs * each / 60:.2g} minutes on one core"]
 
 
 def _write_votes(run: Run, folder: Path) -> None:
@@ -269,7 +258,8 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     y = torch.as_tensor(results.labels if results.labelled else results.answer)
     radii = torch.as_tensor(results.radius)
     epsilons = [e for e in levels or certificates.EPSILONS if e > 0]
-    claims = certificates.write(job.model.build(), x, y, folder, radii=radii, epsilons=epsilons)
+    network = job.spec.model.build()
+    claims = certificates.write(network, x, y, folder, radii=radii, epsilons=epsilons)
     lowered = claims["radii"]["lowered"]
     say(
         f"wrote {folder} ({lowered} radii lowered to what the checker proves); `equipoise check {folder}` checks it"
@@ -307,7 +297,7 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         ]
         print_table(f"Run {run.folder}", rows)
         tell(*summary.lines())
-    if summary.failed:
+    if run.failures:
         raise typer.Exit(1)
 
 
@@ -352,7 +342,7 @@ def merge(
 
 def export(
     run: options.RunArgument,
-    file: Annotated[Path, typer.Argument(help="to write: .csv or .jsonl")],
+    file: Annotated[Path, typer.Argument(help="to write: .csv")],
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
     json: options.Json = False,
@@ -362,7 +352,7 @@ def export(
     Examples:
 
       equipoise export runs/a certified.csv
-      equipoise export runs/a cohen.jsonl --alpha 0.001 --procedure cohen
+      equipoise export runs/a cohen.csv --alpha 0.001 --procedure cohen
     """
     from equipoise.runs import open_run
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 def results() -> Console:
     """Console for results; not on a terminal it is wide enough that tables are not cut."""
-    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def messages() -> Console:
@@ -73,7 +73,6 @@ def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def emit_json(document: Any) -> None:
-    """Write one JSON document to stdout; numbers JSON cannot hold become null, letters it cannot print are escaped."""
+    """Write one JSON document to stdout; numbers JSON cannot hold become null, letters beyond ASCII are escaped."""
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
-    ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    typer.echo(json.dumps(finite, indent=2, ensure_ascii=ascii_only, allow_nan=False))
+    typer.echo(json.dumps(finite, indent=2, allow_nan=False))

@@ -1,16 +1,11 @@
 """`equipoise curvature`: how sharp is the minimum a saved network lies in?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from equipoise.cli.consoles import emit_json, print_table
 from equipoise.cli.options import Data, Json, Split, Weights, refuse
-
-if TYPE_CHECKING:
-    from equipoise.curvature import LossHessian
 
 
 def curvature(
@@ -38,7 +33,18 @@ def curvature(
       equipoise curvature checkpoint/ --data digits --split test
       equipoise curvature checkpoint/ --data digits --layer 'fc.*' --what top,trace,density --json
     """
-    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
+    from torch.export import ExportedProgram
+
+    from equipoise.checkpoints import load_model
+    from equipoise.core.files import guarded
+    from equipoise.curvature import (
+        LossHessian,
+        sharpness,
+        spectral_density,
+        top_eigenvalue,
+        trace,
+    )
+    from equipoise.data import load_dataset
 
     measures: dict[str, Any] = {
         "top": top_eigenvalue,
@@ -49,12 +55,19 @@ def curvature(
     wanted = what.split(",")
     if not set(wanted) <= set(measures):
         refuse(f"--what takes any of {','.join(measures)}, got {what!r}")
-    hessian = _hessian(model, weights, data, split, limit, layer)
-    report: dict[str, Any] = {
-        "parameters": hessian.size,
-        "samples": hessian.count,
-        "loss": hessian.value(),
-    }
+    net = load_model(model, weights).model
+    if isinstance(net, ExportedProgram):
+        refuse(
+            f"{model} is an exported program, whose loss is not differentiated twice: "
+            "give a checkpoint directory, or package.module:factory with --weights"
+        )
+    dataset = load_dataset(data, split=split)
+    indices = range(len(dataset))[:limit]
+    batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
+    hessian = LossHessian(net, "ce", batches, layer)
+    shape = tuple(batches[0][0].shape[1:])
+    loss = guarded(hessian.value, f"the loss on these data (inputs of shape {shape})")
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": loss}
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
@@ -67,35 +80,3 @@ def curvature(
                 text = f"{value:.6g}" if isinstance(value, float) else str(value)
                 rows.append({"what": f"{name} {key}", "value": text})
     print_table(f"curvature of {model}", rows)
-
-
-def _hessian(
-    model: str,
-    weights: str | None,
-    data: str,
-    split: str | None,
-    limit: int | None,
-    layer: str | None,
-) -> LossHessian:
-    from torch.export import ExportedProgram
-
-    from equipoise.checkpoints import load_model
-    from equipoise.core.files import guarded
-    from equipoise.curvature import LossHessian
-    from equipoise.data import load_dataset
-
-    net = load_model(model, weights).model
-    if isinstance(net, ExportedProgram):
-        refuse(
-            f"{model} is an exported program, whose loss is not differentiated twice: "
-            "give a checkpoint directory, or package.module:factory with --weights"
-        )
-    dataset = load_dataset(data, split=split)
-    indices = range(len(dataset))[:limit]
-    batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
-    hessian = LossHessian(net, "ce", batches, layer)
-    guarded(
-        hessian.value,
-        f"the loss of the model on these data (inputs of shape {tuple(batches[0][0].shape[1:])})",
-    )
-    return hessian

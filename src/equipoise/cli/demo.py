@@ -69,9 +69,8 @@ def _show(data: ReportData, out: Path) -> None:
     from equipoise.lipschitz.logs import show_log
 
     bounds = [
-        {"network": audit.model, "best proved": show_log(audit.bound.log_upper)}
-        for audit in data.audits
-        if audit.bound.log_upper is not None
+        {"network": name, "best proved": show_log(bound["log_upper"])}
+        for name, bound in data.audits.items()
     ]
     print_table("how much the networks can stretch a distance, at most", bounds)
 

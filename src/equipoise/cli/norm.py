@@ -86,15 +86,8 @@ def norm(
 
     refused = [row for row in rows if row["status"] == "refused"]
     if json:
-        emit_json(
-            {
-                "file": str(file),
-                "rtol": rtol,
-                "input_size": size,
-                "weights": rows,
-                "refused": len(refused),
-            }
-        )
+        document = {"file": str(file), "rtol": rtol, "input_size": size, "weights": rows}
+        emit_json(document | {"refused": len(refused)})
     else:
         cells = [
             {
@@ -114,16 +107,13 @@ def norm(
             f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}"
         )
         raise typer.Exit(2)
-    large = [
-        row["name"]
-        for row in rows
-        if fail_above is not None and not row.get("upper", 0.0) <= fail_above
-    ]
-    if large:
-        complain(
-            f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {large[0]}"
-        )
-        raise typer.Exit(1)
+    if fail_above is not None:
+        large = [row["name"] for row in rows if not row.get("upper", 0.0) <= fail_above]
+        for name in large[:1]:
+            complain(
+                f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {name}"
+            )
+            raise typer.Exit(1)
 
 
 def weight_rows(
@@ -159,14 +149,15 @@ def weight_rows(
                 count += 1
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
-                row: dict[str, Any] = {
-                    "name": name,
-                    "shape": list(shape),
-                    "dtype": str(header.get_dtype()),
-                }
-                row["note"] = _reason_to_skip(shape, row["dtype"])
-                row["status"] = "skipped" if row["note"] else "bracket"
-                if not row["note"]:
+                dtype = str(header.get_dtype())
+                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype}
+                row |= {"status": "bracket", "note": ""}
+                if not dtype.startswith(("F", "BF", "C")):
+                    row |= {"status": "skipped", "note": f"{dtype} is not floating point"}
+                elif not 2 <= len(shape) <= 5:
+                    note = f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+                    row |= {"status": "skipped", "note": note}
+                else:
                     try:
                         weight = weights.get_tensor(name)
                         row |= _columns(weight_bracket(weight, rtol, input_size))
@@ -211,16 +202,6 @@ def _indexed_files(index: Path) -> list[Path]:
     if outside:
         raise InputError(f"{index} names {outside[0]!r}, a file outside its own folder")
     return [index.parent / name for name in names]
-
-
-def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
-    if not dtype.startswith(("F", "BF", "C")):
-        return f"{dtype} is not floating point"
-    return (
-        ""
-        if 2 <= len(shape) <= 5
-        else f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
-    )
 
 
 def weight_bracket(

@@ -178,13 +178,11 @@ def load_network(recipe: Recipe, batch: int = 100) -> Portable:
         batch: the size at which a dynamic batch dimension is fixed; by default the draws of one forward pass.
     """
     from equipoise.checkpoints import load_model
-    from equipoise.runs.sources import denoised, normalised, portable
+    from equipoise.runs.sources import normalised, portable
 
     network = portable(load_model(recipe.model, recipe.weights, batch=batch))
     if recipe.mean is not None and recipe.std is not None:
         network = normalised(network, recipe.mean, recipe.std)
-    if recipe.denoiser is not None:
-        network = denoised(load_model(recipe.denoiser, batch=batch), network)
     return network
 
 

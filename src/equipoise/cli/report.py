@@ -21,7 +21,6 @@ def report(
     ] = None,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
-    alpha: options.Alpha = None,
     refresh: Annotated[
         int | None, typer.Option(help="the page reloads itself after so many seconds", min=1)
     ] = None,
@@ -38,17 +37,18 @@ def report(
 
       equipoise report runs/a runs/b -o compare.html
       equipoise report runs/a --audit model.pt2 -o a.html
-      equipoise report runs/a --alpha 0.01 --json > numbers.json
+      equipoise report runs/a --json > numbers.json
       equipoise report --audit package.module:factory --input-shape 3,32,32 -o audit.html
     """
-    from equipoise.report import as_document, audit_source, collect, write_report
+    from equipoise.cli.audit import audit_report
+    from equipoise.report import as_document, collect, write_report
 
     if not runs and not audit:
         options.refuse(
             "name at least one run directory, or a network with --audit: see equipoise report --help"
         )
     shape = options.sizes(input_shape)
-    audits = [audit_source(name, weights, shape) for name in audit or []]
-    data = collect(runs or [], title="Certified robustness", alpha=alpha, audits=audits)
+    audits = {name: audit_report(name, weights, shape) for name in audit or []}
+    data = collect(runs or [], title="Certified robustness", audits=audits)
     write_report(data, output, refresh)
     emit_json({**as_document(data), "report": str(output)}) if json else tell(f"wrote {output}")

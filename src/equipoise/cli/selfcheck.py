@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,10 +25,6 @@ def selfcheck(
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
-    scripts: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the scripts that show violations of `programs` and `files`."),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
@@ -51,9 +46,8 @@ def selfcheck(
       equipoise selfcheck
       equipoise selfcheck --minutes 10 --device cuda --seed 3
       equipoise selfcheck layers --minutes 5
-      equipoise selfcheck programs --minutes 10 --scripts found
+      equipoise selfcheck programs --minutes 10
     """
-    from equipoise.core.files import make_folder
     from equipoise.testing import find_suite, run
 
     checks = find_suite(suite)
@@ -71,10 +65,6 @@ def selfcheck(
         )
     else:
         _show(report)
-    if scripts is not None:
-        make_folder(scripts)
-        for number, text in enumerate(text for t in report.tallies for text in t.scripts):
-            (scripts / f"violation-{number:03d}.py").write_text(text)
     if report.violations:
         complain(f"{report.violations} violations: please report them")
         raise typer.Exit(1)

@@ -88,8 +88,7 @@ def train(
     from equipoise.train.robustify import plan_robustify, robustify
 
     if listed:
-        _list(json)
-        return
+        return _list(json)
     if source is not None:
         name = f"{Path(source).resolve().name}-{method}"
         folder = run_dir or Path("runs") / name.replace(":", "-")
@@ -101,8 +100,7 @@ def train(
             "changes": changes or [],
         }
         if planned:
-            _show_plan(plan_robustify(source, **task), json)
-            return
+            return _show_plan(plan_robustify(source, **task), json)
         outcome = _trained(robustify, source, folder, minutes=minutes, cpu=cpu, **task)
         if json:
             emit_json({**outcome.to_dict(), "folder": str(folder)})
@@ -122,8 +120,7 @@ def train(
         )
     checked = read_recipe(recipe, changes or [], allow_code=allow_code)
     if planned:
-        _show_plan(plan_recipe(checked), json)
-        return
+        return _show_plan(plan_recipe(checked), json)
     result = _trained(
         run_recipe, checked, run_dir or Path("runs") / checked.name, minutes=minutes, cpu=cpu
     )

@@ -225,16 +225,13 @@ class Document(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def parse_document(
-    text: str | bytes, model: type[Model], where: str, *, sealed: bool = False
-) -> Model:
+def parse_document(text: str | bytes, model: type[Model], where: str) -> Model:
     """Read JSON text (a file, a row of a database) as a typed document.
 
     Args:
         text: the JSON text.
         model: the class of the document.
         where: what the text is, for the error message.
-        sealed: whether the document must carry its digest (`sealed`), which is checked and removed.
 
     Raises:
         InputError: one sentence with the path of the key, what was expected and what came.
@@ -245,8 +242,7 @@ def parse_document(
     Traceback (most recent call last):
     equipoise.core.errors.InputError: run.json: 'steps' must be a valid integer, got 'ten'
     """
-    value = parse_json(text, where)
-    return check_document(unsealed(value, where, needed=True) if sealed else value, model, where)
+    return check_document(parse_json(text, where), model, where)
 
 
 def check_document(value: Any, model: type[Model], where: str) -> Model:

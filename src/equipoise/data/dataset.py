@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -58,22 +58,18 @@ class Dataset:
     """Labelled inputs: `ds[i]` is (float32 tensor, int), `ds.batch(indices)` is (float32 (B, …), int64 (B,)).
 
     Images are (channels, height, width). Bytes are divided by 255, floats are kept; NaN and infinity are refused.
-    `ids` are the row numbers in the source and survive `select`, so results can be joined and noise keyed by them.
     Data without labels has `num_classes` 0 and the label −1 everywhere (`labelled` is False).
 
     >>> import numpy as np
     >>> ds = Dataset.from_arrays(np.zeros((5, 4, 4), np.uint8), np.array([0, 1, 2, 0, 1]), name="zeros")
     >>> ds
     Dataset('zeros', 5 inputs of 1×4×4, 3 classes)
-    >>> ds.select(skip=1, stride=2).ids
-    array([1, 3])
     """
 
     name: str
     source: Source
     num_classes: int
     labels: Ints
-    ids: Ints
     classes: tuple[str, ...] | None = None
 
     @classmethod
@@ -83,7 +79,6 @@ class Dataset:
         labels: Any,
         *,
         name: str,
-        num_classes: int | None = None,
         classes: Sequence[str] | None = None,
     ) -> Dataset:
         """A dataset of all rows of a source.
@@ -92,21 +87,14 @@ class Dataset:
             source: the inputs.
             labels: one integer per input; None if there are none.
             name: used in messages and reports.
-            num_classes: every label must be below it; by default the number of class names, else the largest label + 1.
             classes: the class names in the order of the labels.
         """
-        if num_classes is None and classes is not None:
-            num_classes = len(classes)
-        if num_classes is not None and num_classes < 1:
-            raise InputError(f"{name}: num_classes must be positive, got {num_classes}")
         if labels is None:
-            checked = np.full(source.count, UNKNOWN, dtype=np.int64)
-            num_classes = 0
-        else:
-            checked = check_labels(labels, source.count, num_classes, name)
-            num_classes = num_classes or int(checked.max()) + 1
-        names = tuple(classes) if classes is not None and len(classes) == num_classes else None
-        return cls(name, source, num_classes, checked, np.arange(source.count), names)
+            return cls(name, source, 0, np.full(source.count, UNKNOWN, dtype=np.int64))
+        checked = check_labels(labels, source.count, name)
+        if classes is not None:
+            return cls(name, source, len(classes), checked, tuple(classes))
+        return cls(name, source, int(checked.max()) + 1, checked)
 
     @classmethod
     def from_arrays(
@@ -115,7 +103,6 @@ class Dataset:
         labels: Any,
         *,
         name: str = "arrays",
-        num_classes: int | None = None,
         layout: Layout = "auto",
         scale: float | None = None,
     ) -> Dataset:
@@ -125,7 +112,6 @@ class Dataset:
             inputs: (N, …), bytes or floats.
             labels: (N,) integers; None if there are none.
             name: used in messages and reports.
-            num_classes: as in `from_source`.
             layout: which axes are channels, height and width; see `arrange`.
             scale: the value that means 1.
         """
@@ -134,7 +120,7 @@ class Dataset:
             _require_finite(array[start : start + 1024], np.arange(start, start + 1024), name)
         source = Source(len(array), array.shape[1:], array.dtype, array.__getitem__, scale)
         labels = None if labels is None else as_array(labels, f"{name}: the labels")
-        return cls.from_source(source, labels, name=name, num_classes=num_classes)
+        return cls.from_source(source, labels, name=name)
 
     def __repr__(self) -> str:
         shape = "×".join(str(d) for d in self.input_shape)
@@ -142,7 +128,7 @@ class Dataset:
         return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {labels})"
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         x, y = self.batch([range(len(self))[index]])
@@ -164,25 +150,8 @@ class Dataset:
         x = torch.from_numpy(self._raw(positions)).to(torch.float32) / self.source.divisor
         return fresh_strides(x), torch.from_numpy(self.labels[positions])
 
-    def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:
-        """A part of the examples, which keep their ids.
-
-        Args:
-            skip: examples left out at the start.
-            limit: the largest number of examples.
-            stride: every so many examples one is taken.
-        """
-        if skip < 0 or stride < 1 or (limit is not None and limit < 1):
-            raise InputError(
-                f"expected skip ≥ 0, stride ≥ 1, limit ≥ 1, got skip={skip}, stride={stride}, limit={limit}"
-            )
-        part = np.arange(len(self))[skip::stride][:limit]
-        if len(part) == 0:
-            raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
-        return replace(self, labels=self.labels[part], ids=self.ids[part])
-
     def fingerprint(self) -> str:
-        """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.
+        """`sha256:…` of the content: shape, dtype, scale, every input byte and label in order; no path, no date.
 
         The same pictures as PNG files, Parquet or an array have the same fingerprint. Computed once.
         """
@@ -200,12 +169,11 @@ class Dataset:
         for start in range(0, len(self), chunk):
             positions = np.arange(start, min(start + chunk, len(self)))
             digest.feed(np.ascontiguousarray(self._raw(positions), dtype=dtype).data)
-        for numbers in (self.labels, self.ids):
+        for numbers in (self.labels, np.arange(len(self))):
             digest.feed(np.ascontiguousarray(numbers, dtype="<i8").data)
         return str(digest)
 
-    def _raw(self, positions: Array) -> Array:
-        rows = self.ids[positions]
+    def _raw(self, rows: Array) -> Array:
         inputs = self.source.read(rows)
         for row, x in zip(rows, inputs, strict=True):
             if x.shape != self.input_shape or x.dtype != self.source.dtype:
@@ -286,13 +254,12 @@ def as_array(values: Any, what: str) -> Array:
     return array
 
 
-def check_labels(labels: Array, count: int, num_classes: int | None, where: str) -> Ints:
+def check_labels(labels: Array, count: int, where: str) -> Ints:
     """Labels as int64 (count,).
 
     Args:
         labels: one integer per input.
         count: how many inputs there are.
-        num_classes: every label must be below it; None: no limit.
         where: what messages call the data.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -306,19 +273,16 @@ def check_labels(labels: Array, count: int, num_classes: int | None, where: str)
     if count == 0:
         raise InputError(f"{where} holds no data")
 
-    end = _LARGEST_LABEL if num_classes is None else num_classes
-    outside = (labels < 0) | (labels >= end)  # before int64 turns the largest uint64 into −1
+    outside = (labels < 0) | (labels >= _LARGEST_LABEL)  # before int64 turns a uint64 into −1
     if outside.any():
         row = int(np.argmax(outside))
-        expected = "0 or more" if num_classes is None else f"in 0 … {num_classes - 1}"
-        raise InputError(f"{where}: row {row} has label {labels[row]}, expected {expected}")
+        raise InputError(f"{where}: row {row} has label {labels[row]}, expected 0 or more")
     return labels.astype(np.int64)
 
 
 def as_dataset(
     data: Any,
     name: str,
-    num_classes: int | None = None,
     layout: Layout = "auto",
     columns: Names | None = None,
 ) -> Dataset:
@@ -328,7 +292,6 @@ def as_dataset(
         data: a `Dataset`; a pair of arrays or tensors, or a dictionary of them; an array or tensor alone (inputs without
             labels); or a map-style dataset of pairs or of dictionaries.
         name: used in messages and reports.
-        num_classes: every label must be below it.
         layout: as in `Dataset.from_arrays`.
         columns: the names of inputs and labels, for dictionaries.
     """
@@ -343,9 +306,7 @@ def as_dataset(
     )
     if is_pair or isinstance(data, Mapping):
         inputs, labels = pair_of(data, columns, name)
-        return Dataset.from_arrays(
-            inputs, labels, name=name, num_classes=num_classes, layout=layout
-        )
+        return Dataset.from_arrays(inputs, labels, name=name, layout=layout)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise InputError(
             f"{name} is a {type(data).__name__}; expected a Dataset, a pair (inputs, labels) of arrays, or a "
@@ -364,9 +325,7 @@ def as_dataset(
         labels = [_item(data, row, name, layout, columns)[1] for row in range(len(data))]
     read = functools.partial(_read_items, data, name, layout, columns)
     source = Source(len(data), first.shape, first.dtype, read)
-    return Dataset.from_source(
-        source, as_array(labels, f"{name}: the labels"), name=name, num_classes=num_classes
-    )
+    return Dataset.from_source(source, as_array(labels, f"{name}: the labels"), name=name)
 
 
 def _item(

@@ -4,8 +4,6 @@ Nothing in a file is executed: no pickles, no paths inside of cells, no extensio
 against a limit before memory is allocated.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -13,6 +11,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ def load_dataset(
     spec: str | Path,
     split: str | None = None,
     *,
-    num_classes: int | None = None,
     layout: Layout | None = None,
     size: int | Size | None = None,
     columns: Names | None = None,
@@ -62,7 +60,6 @@ def load_dataset(
         spec: `digits`; a .npz or .parquet file; a folder of .parquet files, or of pictures in
             class folders; or `package.module:factory`. `spec#split` names the split too.
         split: e.g. "train"; by default "test" if there is one, otherwise the only one.
-        num_classes: checked against the labels; by default the number of class names, else the largest label + 1.
         layout: of arrays, "NHWC", "NCHW", "NHW" (gray) or "as-is"; by default bytes are images with channels last, and
             floats have channels first.
         size: (height, width) to which pictures are resized and cropped; by default they must agree.
@@ -88,7 +85,7 @@ def load_dataset(
         unused = set(options) - set(inspect.signature(reader).parameters)
         if unused:
             raise InputError(f"{unused.pop()}= has no meaning for {spec}: leave it out")
-        dataset = reader(source, split, num_classes=num_classes, **options)
+        dataset = reader(source, split, **options)
     except OSError as error:
         raise InputError(
             f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}"
@@ -124,9 +121,7 @@ def _reader_of(spec: str) -> tuple[Callable[..., Dataset], Any]:
     )
 
 
-def load_digits(
-    name: str = "digits", split: str | None = None, num_classes: int | None = None
-) -> Dataset:
+def load_digits(name: str = "digits", split: str | None = None) -> Dataset:
     """The bundled 1,797 handwritten digits, inputs (1, 8, 8) in [0, 1], so that the demo needs no download.
 
     Optical Recognition of Handwritten Digits, E. Alpaydin & C. Kaynak, UCI Machine Learning Repository (1998),
@@ -136,21 +131,16 @@ def load_digits(
     Args:
         name: of the dataset.
         split: "train" or "test".
-        num_classes: at least 10.
 
     >>> load_digits(split="test")
     Dataset('digits', 360 inputs of 1×8×8, 10 classes)
     """
     path = Path(__file__).with_name("digits.npz")
-    return _read_archive(path, split, num_classes, name=name, scale=16.0)
+    return _read_archive(path, split, name=name, scale=16.0)
 
 
 def _read_factory(
-    spec: str,
-    split: str | None,
-    num_classes: int | None,
-    layout: Layout = "auto",
-    columns: Names | None = None,
+    spec: str, split: str | None, layout: Layout = "auto", columns: Names | None = None
 ) -> Dataset:
     """What `package.module:factory` returns, called with `split=` if there is one."""
     data = resolve(spec)
@@ -159,7 +149,7 @@ def _read_factory(
         data = guarded(lambda: data(**arguments), repr(spec))
     elif split is not None:
         raise InputError(f"{spec} is not a factory, so it has no splits: leave the split out")
-    return as_dataset(data, spec, num_classes, layout, columns)
+    return as_dataset(data, spec, layout, columns)
 
 
 def _choose_split(split: str | None, available: Sequence[str], name: str) -> str:
@@ -196,7 +186,6 @@ def _readable(what: str) -> Iterator[None]:
 def _read_archive(
     path: Path,
     split: str | None,
-    num_classes: int | None,
     layout: Layout = "auto",
     max_bytes: int = MAX_BYTES,
     name: str | None = None,
@@ -222,13 +211,10 @@ def _read_archive(
         chosen = _choose_split(split, list(pairs), name)
         labels = {part: read(y) for part, (_, y) in pairs.items() if y is not None}
         inputs = read(pairs[chosen][0])
-    if num_classes is None and labels:  # a single split may lack the last class
-        num_classes = 1 + max(
-            int(check_labels(y, len(y), None, name).max()) for y in labels.values()
-        )
-    return Dataset.from_arrays(
-        inputs, labels.get(chosen), name=name, num_classes=num_classes, layout=layout, scale=scale
-    )
+    dataset = Dataset.from_arrays(inputs, labels.get(chosen), name=name, layout=layout, scale=scale)
+    # a single split may lack the last class
+    tops = [int(check_labels(y, len(y), name).max()) for y in labels.values()]
+    return replace(dataset, num_classes=1 + max(tops)) if tops else dataset
 
 
 def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
@@ -299,9 +285,7 @@ def _source(count: int, read: Callable[..., Any], *options: Any) -> Source:
     return Source(count, first.shape, first.dtype, functools.partial(read, *options, len(first)))
 
 
-def _read_pictures(
-    root: Path, split: str | None, num_classes: int | None, size: Size | None = None
-) -> Dataset:
+def _read_pictures(root: Path, split: str | None, size: Size | None = None) -> Dataset:
     """`root/class/…` or `root/split/class/…`, labels in the order of the sorted class names; `root/…` has no labels."""
     files: list[Path] = []
     for pattern in ("*/*", "*/*/*", "*"):
@@ -332,7 +316,7 @@ def _read_pictures(
         {folder.name for folder in root.glob("*/" * (depth - 1)) if folder.name[0] not in "._"}
     )
     labels = np.array([classes.index(file.parent.name) for file in files])
-    return Dataset.from_source(source, labels, name=name, num_classes=num_classes, classes=classes)
+    return Dataset.from_source(source, labels, name=name, classes=classes)
 
 
 # ---- Parquet ----------------------------------------------------------------------------------------------------------
@@ -352,7 +336,6 @@ def _tables_in(folder: Path) -> dict[str, list[Path]]:
 def _read_tables(
     path: Path,
     split: str | None,
-    num_classes: int | None,
     layout: Layout = "auto",
     size: Size | None = None,
     columns: Names | None = None,
@@ -380,7 +363,7 @@ def _read_tables(
             )
         labels = column.to_numpy()
     source = _source(whole.num_rows, _cells, whole.column(image), name, layout, size)
-    return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
+    return Dataset.from_source(source, labels, name=name)
 
 
 def _read_table(path: Path, max_bytes: int) -> Any:

@@ -1,18 +1,27 @@
-"""Lower ends of local Lipschitz constants: pairs of inputs found by gradient ascent, and what their values prove.
+"""Pairs of inputs that a network stretches much: attacks on a claimed bound, and lower ends of local Lipschitz constants.
 
 A pair `a ≠ b` of the ball proves `L ≥ ‖f(a) − f(b)‖/‖a − b‖`. Gradients only say where to look: at a kink automatic
 differentiation returns a slope that the function may have nowhere, so a Jacobian is never a lower end. What counts are the
 values at both inputs, evaluated in float64 with a bound of their rounding, which is subtracted.
 """
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from equipoise.core.checks import require_module
 from equipoise.core.errors import one_line
+from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.capture import Program, run_program
+
+if TYPE_CHECKING:
+    from equipoise.lipschitz.capture import Program
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]
@@ -22,6 +31,76 @@ Pair = tuple[Tensor, Tensor]
 
 #: distances of the pairs along the direction that stretches most, as shares of the radius
 _SHARES = (1.0, 1e-2, 1e-4)
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Two inputs (all tensors flat, one after the other) and the ratio of their distances after and before the network."""
+
+    x: Tensor
+    y: Tensor
+    stretch: float
+
+
+def attack(
+    bound: Any,
+    model: nn.Module,
+    example_input: Any,
+    *,
+    ball: float | None = None,
+    starts: int = 12,
+    steps: int = 30,
+    seed: int = 0,
+) -> Witness | None:
+    """Try to exceed a claimed Lipschitz bound in ℓ2: what to do with an own rule or layer before trusting it.
+
+    A check, not a proof: None means that this attack met nothing. What is attacked is a float64 copy of the network.
+
+    Args:
+        bound: a number, or anything with an attribute `upper` (a report, a bracket).
+        model: the network that the bound is about, in evaluation mode.
+        example_input: one sample with its batch dimension, or a tuple of tensors; only shapes matter.
+        ball: the bound holds for inputs of ℓ2 norm at most this; None: everywhere.
+        starts: around how many points pairs are searched, near and far.
+        steps: of the search around each.
+        seed: of the points.
+
+    Returns:
+        The pair that exceeds the bound by most, beyond what rounding can explain, or None.
+
+    >>> layer = nn.Linear(3, 3)
+    >>> attack(100.0, layer, torch.zeros(1, 3)) is None, attack(1e-3, layer, torch.zeros(1, 3)) is None
+    (True, False)
+    """
+    examples = example_input if isinstance(example_input, tuple | list) else (example_input,)
+    network = copy.deepcopy(require_module(model)).double().requires_grad_(False)
+    sizes = [x.numel() for x in examples]
+
+    def run(row: Tensor) -> Tensor:
+        parts = zip(row.split(sizes), examples, strict=True)
+        outputs = flat_tensors(network(*(part.reshape(x.shape).clone() for part, x in parts)))
+        return torch.cat([t.flatten() for t in outputs if t.is_floating_point()])
+
+    def rows(x: Tensor) -> Tensor:
+        return torch.stack([run(row) for row in x])
+
+    generator = torch.Generator().manual_seed(seed)
+    best = None
+    largest = float(getattr(bound, "upper", bound))
+    for start in range(starts):
+        x = torch.randn(1, sum(sizes), generator=generator, dtype=torch.float64)
+        x = x * (0.1, 1.0, 10.0)[start % 3]
+        radius = (1e-3, 0.1, 1.0)[start // 3 % 3]
+        if ball is not None:
+            radius = min(radius, ball / 2)
+            x = project(x, ball - radius)
+        with torch.no_grad():
+            for a, b in search_pairs(rows, x, radius, steps, seed + start)[0]:
+                reached = float(stretch(rows, a, b))
+                if reached > largest:
+                    largest = reached
+                    best = Witness(a[0], b[0], reached)
+    return best
 
 
 def lower_ends(
@@ -129,6 +208,7 @@ def _climbed(
 
 def as_function(program: Program) -> Function:
     """The captured program in float64 on a batch, as the real function it computes."""
+    from equipoise.lipschitz.capture import run_program  # which imports blocks, which are attacked
 
     def one(sample: Tensor) -> Tensor:
         return torch.cat(

@@ -78,16 +78,6 @@ def lipschitz_bound(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
     run = propagate(program, ball, rtol, progress=progress)
-    report = _report(run, ball, rtol, chain)
-    claims = (
-        f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
-        for r in program.regions
-        if r.declared
-    )
-    return replace(report, notes=(*report.notes, *claims))
-
-
-def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     together = chain_total(run)
     if chain == "multipliers":
         multipliers = whole_bound(run, Cache(rtol))
@@ -98,6 +88,11 @@ def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMetho
         "chain": math.inf if together is None else together,
     }
     method = min(totals, key=lambda name: totals[name])
+    claims = (
+        f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
+        for r in program.regions
+        if r.declared
+    )
     return Report(
         totals[method],
         run.product,
@@ -105,7 +100,7 @@ def _report(run: Propagation, ball: float | None, rtol: float, chain: ChainMetho
         rows(run),
         method,
         ball,
-        run.program.notes,
+        (*program.notes, *claims),
         together,
         pair_constants(run),
     )
@@ -132,12 +127,11 @@ def rows(run: Propagation) -> tuple[Row, ...]:
         for member in block.members
         if member is not block.output
     }
-    layers = []
-    for node in run.program.nodes:
-        if node in blocks:
-            layers.append(_block_row(blocks[node], weights[node]))
-        elif node not in inside and not _silent(run.steps[node]):
-            layers.append(_row(run, node, weights[node]))
+    layers = [
+        _row(run, node, blocks.get(node), weights[node])
+        for node in run.program.nodes
+        if node in blocks or (node not in inside and not _silent(run.steps[node]))
+    ]
     added = [row.weight * math.log(row.upper) if row.upper > 0 else 0.0 for row in layers]
     total = math.fsum(map(abs, added)) or 1.0
     return tuple(
@@ -145,22 +139,12 @@ def rows(run: Propagation) -> tuple[Row, ...]:
     )
 
 
-def _block_row(block: Region, weight: float) -> Row:
-    shape = f"{_show(block.source)}→{_show(block.output)}"
-    return Row(
-        block.name,
-        block.output.name,
-        block.kind,
-        shape,
-        math.nan,
-        block.bound,
-        block.method,
-        weight,
-    )
-
-
-def _row(run: Propagation, node: fx.Node, weight: float) -> Row:
+def _row(run: Propagation, node: fx.Node, block: Region | None, weight: float) -> Row:
     step = run.steps[node]
+    if block is not None:
+        shape = f"{_show(block.source)}→{_show(node)}"
+        ends = math.nan, block.bound
+        return Row(block.name, node.name, block.kind, shape, *ends, block.method, weight)
     gains = [gain for _, gain in step.gains]
     lower, method, remark = math.nan, "", ""
     upper = math.fsum(gains) if isinstance(step.map, Sum) else max(gains, default=0.0)

@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.modules import flat_tensors
-from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
+from equipoise.lipschitz.decompose import decompose, is_mutable
 from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where
@@ -80,9 +80,8 @@ def capture(
         program = analyse(export(model, chosen))
         if not doubt and not _agrees(model, program, chosen):
             doubt = _DIFFERS
-    regions = find_regions(model, program.inputs, program.nodes, program.outputs)
     notes = tuple(text for text in (note, stored) if text)
-    return replace(program, regions=regions, notes=notes, doubt=doubt)
+    return replace(program, regions=find_regions(model, program), notes=notes, doubt=doubt)
 
 
 def require_module(model: Any) -> None:
@@ -192,27 +191,19 @@ def choose_example(
         )
     count = examples[0].shape[batch_dim]
     single = _sample(examples, batch_dim, 0)
-    alone = _outputs(model, single)
-    if alone is None:  # with a batch of one the capture says why
+    if _outputs(model, single) is None:  # with a batch of one the capture says why
         whole = f"the model does not run on one sample: the bound is for the example as a whole, a batch of {count}"
         return examples, whole if count > 1 else "", ""
     batch = _samples(examples, batch_dim)
-    together = _outputs(model, batch)
-    size = batch[0].shape[batch_dim]
-    dims = (
-        [None]
-        if together is None
-        else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
-    )
-    if None in dims:
-        what = "an output has no batch dimension, or the model does not run on several samples"
-        todo = "pass one sample, or batch_dim=None to bound the input as a whole"
-        return (
-            single,
-            f"{what}: the bound is for a batch of one",
-            f"{what}; {todo}" if count > 1 else "",
-        )
-    return single, "", _MIXED if _samples_mix(model, batch, batch_dim, dims) else ""
+    reasons = (_mixture(net, point, batch_dim) for net, point in _precisions(model, batch))
+    reason = next(reasons)
+    if reason == _MIXED and next(reasons, _MIXED) == "":
+        reason = ""
+    if reason != _NO_BATCH:
+        return single, "", reason
+    todo = "pass one sample, or batch_dim=None to bound the input as a whole"
+    doubt = f"{_NO_BATCH}; {todo}" if count > 1 else ""
+    return single, f"{_NO_BATCH}: the bound is for a batch of one", doubt
 
 
 def _sample(examples: Examples, dim: int, index: int) -> Examples:
@@ -225,6 +216,7 @@ _MIXED = (
     "dimension?), so a Lipschitz bound per sample does not exist; say which dimension holds the samples (batch_dim=1 for "
     "recurrent layers without batch_first), or batch_dim=None to bound the input as a whole"
 )
+_NO_BATCH = "an output has no batch dimension, or the model does not run on several samples"
 #: samples that are compared: of small inputs at least (a prime, so that no shift along the batch ends where it began), of large
 #: inputs at least and at most, and what is small, in entries
 _SMALL, _FEWEST, _MOST, _ENTRIES = 11, 3, 8, 2**18
@@ -249,36 +241,27 @@ def _samples(examples: Examples, dim: int) -> Examples:
 
 def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
     """The dimension of an output that holds the samples: the one that grew with their number."""
-    if alone.dim() != together.dim():
-        return None
-    grown = [d for d, (a, t) in enumerate(zip(alone.shape, together.shape, strict=True)) if a != t]
-    return (
-        grown[0]
-        if len(grown) == 1 and together.shape[grown[0]] == size * alone.shape[grown[0]]
-        else None
-    )
+    for d, n in enumerate(alone.shape):
+        if together.shape == (*alone.shape[:d], size * n, *alone.shape[d + 1 :]):
+            return d
+    return None
 
 
-def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether samples give other values alone than next to others: a check, not a proof."""
-    return not _holds(model, batch, lambda net, some: _stay_apart(net, some, dim, dims))
-
-
-def _holds(model: nn.Module, point: Examples, check: Callable[[nn.Module, Examples], bool]) -> bool:
-    """Whether a check holds in the model's own precision or else in float64: large offsets cancel with rounding."""
-    if check(model, point):
-        return True
+def _precisions(model: nn.Module, point: Examples) -> Iterator[tuple[nn.Module, Examples]]:
+    """The model in its own precision, then in float64: large offsets cancel with rounding."""
+    yield model, point
     try:
         wide = copy.deepcopy(model).double()
     except Exception:  # noqa: BLE001 – a module may forbid copies in any way
-        return False
-    return check(wide, tuple(x.double() for x in point))
+        return
+    yield wide, tuple(x.double() for x in point)
 
 
-def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether the first and the last sample give alone what they give next to others, and next to samples of NaN.
+def _mixture(model: nn.Module, batch: Examples, dim: int) -> str:
+    """Why the first or the last sample does not give alone what it gives next to others, and next to samples of NaN.
 
-    Both ends, so that samples that read only those before them, or only those after them, are seen.
+    A check, not a proof; empty where they do. Both ends, so that samples that read only those before them, or only those
+    after them, are seen.
     """
     size = batch[0].shape[dim]
     for i in (0, size - 1):
@@ -292,11 +275,14 @@ def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int 
             if together is None and others is poisoned:
                 continue  # the model refuses NaN
             if alone is None or together is None:
-                return False
-            for a, t, d in zip(alone, together, dims, strict=True):
-                if not _agree(a, t.chunk(size, d or 0)[i], _MIXING, 1.0):
-                    return False
-    return True
+                return _NO_BATCH
+            for a, t in zip(alone, together, strict=True):
+                d = _batch_dim(a, t, size)
+                if d is None:
+                    return _NO_BATCH
+                if not _agree(a, t.chunk(size, d)[i], _MIXING, 1.0):
+                    return _MIXED
+    return ""
 
 
 def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
@@ -329,25 +315,18 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def same(net: nn.Module, point: Examples) -> bool:
-        return _same_values(net, program, point, exact=net is not model)
+        theirs = [t.detach() for t in flat_outputs(net(*(x.clone() for x in point)))]
+        with torch.no_grad():
+            ours = run_program(program, point, exact=net is not model)
+        return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
 
     for scale in (0.0, 1.0, 30.0):
         noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
         point = tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True))
         with torch.set_grad_enabled(scale == 1):
-            if not _holds(model, point if scale else examples, same):
+            if not any(same(*each) for each in _precisions(model, point if scale else examples)):
                 return False
     return True
-
-
-def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: bool) -> bool:
-    """Whether the program and the model give the same outputs, up to rounding."""
-    theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
-    with torch.no_grad():
-        ours = run_program(program, point, exact=exact)
-    return len(ours) == len(theirs) and all(
-        _agree(a, b, _ROUNDING) for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
@@ -377,7 +356,9 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
     return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _agree(a: Tensor, b: Tensor, rounding: dict[torch.dtype, float], least: float = 0.0) -> bool:
+def _agree(
+    a: Tensor, b: Tensor, rounding: dict[torch.dtype, float] = _ROUNDING, least: float = 0.0
+) -> bool:
     """Whether two outputs differ by no more than rounding, relative to the largest entry plus `least`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -400,13 +381,11 @@ def _exporting() -> Iterator[None]:
             for owner in (cudnn.conv, cudnn.rnn):
                 stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
             cudnn.allow_tf32 = True
-        with (
-            warnings.catch_warnings(),
-            unlogged(),
-            contextlib.redirect_stderr(io.StringIO()) as printed,
-        ):
-            warnings.simplefilter("ignore")
-            yield
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(unlogged())
+        printed = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        warnings.simplefilter("ignore")
+        yield
     if printed.getvalue():  # by the network itself, since nothing was raised
         sys.stderr.write(printed.getvalue())
 
@@ -470,12 +449,9 @@ def analyse(program: ExportedProgram) -> Program:
     # their new values come before the outputs
     changed = len(program.graph_signature.user_inputs_to_mutate)
     plain = decompose(program.graph_module.graph, inputs)
-    returned = next(n for n in plain.graph.nodes if n.op == "output")
+    returned: Any = plain.graph.output_node()
     returned.args = (returned.args[0][changed:],)
-    return _sorted_out(program, plain, [plain.places[n] for n in inputs])
-
-
-def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Node]) -> Program:
+    inputs = [plain.places[n] for n in inputs]
     values: dict[fx.Node, Any] = {
         plain.places[n]: v for n, v in lifted(program).items()
     } | plain.constants
@@ -583,7 +559,5 @@ def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     """What the output node reads, in order."""
     nodes: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op == "output":
-            fx.node.map_arg(node.args, nodes.append)
+    fx.node.map_arg(graph.output_node().args, nodes.append)
     return nodes

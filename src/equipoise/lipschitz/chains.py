@@ -194,7 +194,7 @@ def _activation(run: Propagation, node: fx.Node) -> tuple[tuple[float, float], f
     step = run.steps.get(node)
     if step is None or step.curve is None:
         return LINEAR, node
-    return step.curve.slopes, _skip(run, step.gains[0][0].node)
+    return step.curve.slopes, step.gains[0][0].node
 
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:

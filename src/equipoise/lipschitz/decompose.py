@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -54,9 +55,6 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     places: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
-    for node in list(copied.nodes):
-        if aten_name(node) == "_native_batch_norm_legit_no_training.default":
-            _restore_batch_norm(node)
     moving = {places[node] for node in inputs}
     for node in list(copied.nodes):
         if moving.isdisjoint(node.all_input_nodes):
@@ -65,49 +63,11 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
         read_scalars(node)
     for node in [n for n in copied.nodes if n in moving and _is_composed(n)]:
         _write_out(node, result)
+    for node in [n for n in result.added if n.target in _OWN]:  # as cells of recurrent layers split
+        _write_out(node, result)
     for node in list(copied.nodes):
-        if aten_name(node) in _SPLITS:
-            _take_apart(node, result)
-        else:
-            _recognise(node, result)
+        _recognise(node, result)
     return result
-
-
-def _restore_batch_norm(node: fx.Node) -> None:
-    """The batch norm in evaluation that functionalisation took apart into its values and its statistics."""
-    x, weight, bias, mean, var, momentum, eps = node.args
-    if all(user.args[1] == 0 for user in node.users):
-        with node.graph.inserting_before(node):
-            settings = (x, weight, bias, mean, var, False, momentum, eps, False)
-            plain = node.graph.call_function(_aten.batch_norm.default, settings)
-        _redirect(node, [plain])
-
-
-#: operations that give several tensors, which together hold every entry once
-_SPLITS = (
-    "split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unbind.int",
-)  # fmt: skip
-
-
-def _take_apart(node: fx.Node, result: Decomposed) -> None:
-    """Every piece of a split as a slice, or a selection."""
-    arguments = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
-    dim = (arguments | node.kwargs).get("dim", 0)
-    pieces: list[fx.Node] = []
-    start = 0
-    with node.graph.inserting_before(node):
-        for i, value in enumerate(node.meta["val"]):
-            if aten_name(node) == "unbind.int":
-                piece = node.graph.call_function(_aten.select.int, (node.args[0], dim, i))
-            else:
-                end = start + value.shape[dim]
-                settings = (node.args[0], dim, start, end)
-                piece = node.graph.call_function(_aten.slice.Tensor, settings)
-                start = end
-            pieces.append(piece)
-    if node in result.added:
-        result.added.update(pieces)
-    _redirect(node, pieces)
 
 
 #: arguments of these names are numbers of the operation's own arithmetic, not of its tensors
@@ -138,16 +98,15 @@ def read_scalars(node: fx.Node) -> None:
 
 def _in_float32(value: Any) -> Any:
     """The number as float32 holds it; a whole number stays one where float32 holds it exactly."""
-    if isinstance(value, complex):
-        return complex(_in_float32(value.real), _in_float32(value.imag))
     if not _is_number(value):
         return value
-    rounded = float(torch.tensor(float(value), dtype=torch.float32))
+    dtype = torch.complex64 if isinstance(value, complex) else torch.float32
+    rounded = torch.tensor(value, dtype=dtype).item()
     return value if rounded == value else rounded
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 # --- compositions that are one operation ---------------------------------------------------------------------------------
@@ -210,7 +169,7 @@ def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
 #: polynomial inside g, `shifted`
 _ACTIVATIONS: dict[str, tuple[Any, dict[str, str], dict[tuple[int], float], bool]] = {
     "sigmoid.default": (_aten.silu.default, {}, {(1,): 1.0}, False),
-    "softplus.default": (_aten.mish.default, {}, {(1,): 1.0}, False),
+    "tanh of softplus": (_aten.mish.default, {}, {(1,): 1.0}, False),
     "erf.default": (_aten.gelu.default, {}, {(1,): math.sqrt(0.5)}, True),
     "tanh.default": (
         _aten.gelu.default,
@@ -227,14 +186,12 @@ def _gated(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | None:
         return None
     terms = _operands(node)
     for gate in terms:
-        inside = gate
-        if aten_name(gate) == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
-            inside = gate.args[0]
-        if aten_name(inside) not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
+        name, inside = aten_name(gate), gate
+        if name == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
+            name, inside = "tanh of softplus", gate.args[0]
+        if name not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
             continue
-        if aten_name(gate) == "softplus.default":
-            continue
-        activation, keywords, form, shifted = _ACTIVATIONS[aten_name(inside)]
+        activation, keywords, form, shifted = _ACTIVATIONS[name]
         for x in _operands(inside.args[0]) & terms:
             # constants may be stored in the tensor's dtype
             near = 1e-15 if x.meta["val"].dtype == torch.float64 else 2.0**-23
@@ -291,9 +248,9 @@ def _polynomial(node: Any, *variables: fx.Node) -> dict[tuple[int, ...], float]:
 
     try:
         expression = sympy.Poly(value(node), *symbols.values())
+        return {powers: float(c) for powers, c in expression.as_dict().items()}
     except (KeyError, TypeError, ValueError, ZeroDivisionError, sympy.PolynomialError):
         return {}
-    return {powers: float(c) for powers, c in expression.as_dict().items()}
 
 
 # --- operations that PyTorch writes out --------------------------------------------------------------------------------
@@ -327,8 +284,30 @@ def _attention(
     return torch.matmul(torch.softmax(scores, -1), v)
 
 
-#: operations that PyTorch does not write out, and what they are
-_OWN: dict[Any, Callable[..., Tensor]] = {_aten.scaled_dot_product_attention.default: _attention}
+def _split(x: Tensor, size: int | list[int], dim: int = 0) -> list[Tensor]:
+    """Slices of these sizes, or of one size but for the last, which ends with the tensor."""
+    sizes = size if isinstance(size, list) else [size] * -(-x.shape[dim] // size)
+    ends = itertools.accumulate(sizes, initial=0)
+    return [_aten.slice.Tensor(x, dim, start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    return _split(x, -(-x.shape[dim] // chunks), dim)
+
+
+def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [x.select(dim, i) for i in range(x.shape[dim])]
+
+
+#: operations that PyTorch does not write out, or not as views, and what they are
+_OWN: dict[Any, Callable[..., Any]] = {
+    _aten.scaled_dot_product_attention.default: _attention,
+    _aten.split.Tensor: _split,
+    _aten.unsafe_split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.chunk.default: _chunk,
+    _aten.unbind.int: _unbind,
+}
 
 
 def _is_composed(node: fx.Node) -> bool:

@@ -49,13 +49,6 @@ class Box:
     rho: float
     log: float
 
-    @property
-    def entries(self) -> tuple[Tensor, Tensor]:
-        """Centre and half-widths, where they are kept."""
-        assert self.mid is not None
-        assert self.half is not None
-        return self.mid, self.half
-
 
 def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx.Node, Box]:
     """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one).
@@ -131,7 +124,9 @@ def _image(
         return None
     mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in read}
     box, gain = sources[0]
-    before, width = box.entries
+    before, width = box.mid, box.half
+    if before is None or width is None:
+        return None
     if isinstance(step.map, op.Normalised):
         mid = first_of(exactly(call.node, mids, call.lookup))
         noise = (
@@ -228,14 +223,9 @@ def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache
         moving = mask.flatten()
         if isinstance(form, Convolution):
             moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
-        if len(moving) == weight.shape[dim]:
+        if len(moving) == weight.shape[dim] and not bool(moving.all()):
             weight = weight.index_select(dim, moving.nonzero().flatten())
     if weight.numel() == 0:
         return 0.0
-    if isinstance(form, Matrix):
-        smaller: Linear = Matrix(weight.contiguous(), form.error)
-        same = weight.shape == form.matrix.shape
-    else:
-        smaller = form.with_weight(weight.contiguous())
-        same = weight.shape == form.weight.shape
-    return float(bracket(form if same else smaller, cache).upper)
+    smaller = Matrix(weight, form.error) if isinstance(form, Matrix) else form.with_weight(weight)
+    return float(bracket(smaller, cache).upper)

@@ -8,7 +8,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import Refused
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
@@ -39,8 +40,7 @@ def induced_bound(
     >>> induced_bound(net, torch.zeros(1, 3), "l1").kind
     <Kind.UPPER: 'upper'>
     """
-    if order not in ("l1", "linf"):
-        raise InputError(f"order must be l1 or linf, got {order!r}")
+    require_one_of(("l1", "linf"), order=order)
     program = capture(model, example_input)
     total = _total(program, _logs(propagate(program, None, rtol=0.1), order), order)
     return Bound(exp_up(total), Kind.UPPER, f"product of {order} norms")

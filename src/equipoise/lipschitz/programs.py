@@ -90,18 +90,12 @@ class _Compared(fx.Interpreter):
             )
         if n.op in ("placeholder", "call_function") and _kinds(value) != _kinds(n.meta.get("val")):
             raise Refused(
-                f"node {n.name!r} states {_shown(n.meta.get('val'))} and gives {_shown(value)}: the file was changed after it "
+                f"node {n.name!r} states {_kinds(n.meta.get('val'))} and gives {_kinds(value)}: the file was changed after it "
                 "was written, or by other means than torch.export; export the model again"
             )
         return value
 
 
-def _kinds(value: Any) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    return [(tuple(t.shape), t.dtype) for t in flat_tensors(value)]
-
-
-def _shown(value: Any) -> str:
-    kinds = [
-        f"{list(shape)} in {str(dtype).removeprefix('torch.')}" for shape, dtype in _kinds(value)
-    ]
+def _kinds(value: Any) -> str:
+    kinds = [f"{list(t.shape)} in {str(t.dtype)[6:]}" for t in flat_tensors(value)]
     return ", ".join(kinds) or "no tensor"

@@ -181,8 +181,8 @@ def _centering(call: Call, step: Step) -> Region | None:
     if aten_name(source) not in ("mean.dim", "mean.default") or source.args[0] is not x.node:
         return None
     named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-    dims = [d % len(x.shape) for d in named or range(len(x.shape))]
-    kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    like = torch.empty(x.shape, device="meta")
+    kept = like.mean(named or tuple(range(like.dim())), keepdim=True).shape
     if x.shape != call.shape or (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
         return None
     return Region(x.node, call.node, 1.0, module_path(call.node), "centering", "projection")
@@ -209,11 +209,19 @@ def _advance(call: Call, step: Step, facts: NodeFacts) -> Facts:
     product = combined(step, {n: facts[n].product for n in sources})
     fused = combined(step, {n: facts[n].fused for n in sources})
     form, base = _linear_run(call, step, facts)
-    plain = len(step.gains) == 1 and base is step.gains[0][0].node
+    plain = len(step.gains) == 1 and base in (step.gains[0][0].node, _multiplied(step))
     if form is not None and base is not None and not plain and not _pending(call.node, step):
         composed = log_up(float(bracket(form, call.cache).upper))
         fused = min(fused, log_product(composed, facts[base].fused))
     return Facts(_sized(call, step), product, min(product, fused), form, base)
+
+
+def _multiplied(step: Step) -> fx.Node | None:
+    """The input of the layer before, where this step multiplies its output by one number: the norm is that multiple."""
+    layer = step.gains[0][0].node
+    factor = step.linear.factor if isinstance(step.linear, Diagonal) else None
+    one = factor is not None and bool((factor == factor[0]).all())
+    return layer.all_input_nodes[0] if one and layer.all_input_nodes else None
 
 
 def _pending(node: fx.Node, step: Step) -> bool:
@@ -234,27 +242,20 @@ def combined(step: Step, logs: dict[fx.Node, float]) -> float:
     """
     if step.combine == "sum":
         return log_sum(log_product(log_up(gain), logs[s.node]) for s, gain in step.gains)
-    return log_root(_grouped(step, logs))
-
-
-def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
-    """Terms of a root of squares, with disjoint selections of one tensor merged: together they hold it at most once."""
-    terms: list[float] = []
-    groups: dict[fx.Node, list[tuple[Signal, float]]] = {}
+    groups: dict[fx.Node | None, list[tuple[Signal, float]]] = {}
     for s, gain in step.gains:
-        if s.part is None or s.part[0] not in logs:
-            terms.append(log_product(log_up(gain), logs[s.node]))
-        else:
-            groups.setdefault(s.part[0], []).append((s, gain))
+        base = s.part[0] if s.part is not None and s.part[0] in logs else None
+        groups.setdefault(base, []).append((s, gain))
+    terms: list[float] = []
     for base, members in groups.items():
-        apart = [log_product(log_up(gain), logs[s.node]) for s, gain in members]
-        read = torch.cat([s.part[1].flatten() for s, _ in members if s.part is not None])
-        if len(members) > 1 and read.unique().numel() == read.numel():
-            together = log_product(log_up(max(gain for _, gain in members)), logs[base])
-            terms.append(min(together, log_root(apart)))
-        else:
-            terms += apart
-    return terms
+        size = log_root(log_product(log_up(gain), logs[s.node]) for s, gain in members)
+        if base is not None:
+            read = torch.cat([s.part[1].flatten() for s, _ in members if s.part is not None])
+            if read.unique().numel() == read.numel():
+                top = max(gain for _, gain in members)
+                size = min(size, log_product(log_up(top), logs[base]))
+        terms.append(size)
+    return log_root(terms)
 
 
 def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
@@ -350,28 +351,27 @@ def winner(run: Propagation, node: fx.Node) -> Region | None:
 
 
 def elasticities(run: Propagation) -> dict[fx.Node, float]:
-    """How much of a relative change of each node's constant reaches the total: `∂ log L/∂ log c`, by one reverse pass."""
-    weight: dict[fx.Node, float] = dict.fromkeys(run.facts, 0.0)
-    _share(weight, 1.0, [(o, run.facts[o].product) for o in run.program.outputs], square=True)
-    for node in reversed(run.program.nodes):
-        block = winner(run, node)
-        if block is not None:
-            weight[block.source] += weight[node]
-            continue
-        step = run.steps[node]
-        terms = [(s.node, log_product(log_up(g), run.facts[s.node].product)) for s, g in step.gains]
-        _share(weight, weight[node], terms, square=step.combine == "root")
-    return weight
+    """How much of a relative change of each node's constant reaches the total: `∂ log L/∂ log c`, by autograd."""
+    logs: dict[fx.Node, Tensor] = {}
 
+    def joined(terms: Iterable[tuple[fx.Node, float]], power: int) -> Tensor | None:
+        kept = [logs[n] + math.log(gain) for n, gain in terms if gain > 0 and n in logs]
+        return torch.logsumexp(power * torch.stack(kept), 0) / power if kept else None
 
-def _share(
-    weight: dict[fx.Node, float], whole: float, terms: Iterable[tuple[fx.Node, float]], square: bool
-) -> None:
-    kept = [(n, t * (2 if square else 1)) for n, t in terms if t != -math.inf]
-    if not kept or whole == 0:
-        return
-    top = max(t for _, t in kept)
-    parts = [(n, math.exp(t - top) if math.isfinite(top) else 1.0) for n, t in kept]
-    total = sum(p for _, p in parts)
-    for n, p in parts:
-        weight[n] += whole * p / total
+    with torch.inference_mode(False), torch.enable_grad():
+        change = {n: torch.zeros((), dtype=torch.float64, requires_grad=True) for n in run.facts}
+        logs.update((node, change[node]) for node in run.program.inputs)
+        for node in run.program.nodes:
+            step, block = run.steps[node], winner(run, node)
+            if block is None:
+                terms = [(s.node, gain) for s, gain in step.gains]
+                before = joined(terms, 2 if step.combine == "root" else 1)
+            else:
+                before = joined([(block.source, block.bound)], 1)
+            if before is not None:  # else it is constant
+                logs[node] = before + change[node]
+        total = joined([(o, 1.0) for o in run.program.outputs], 2)
+    if total is None:
+        return dict.fromkeys(change, 0.0)
+    slopes = torch.autograd.grad(total, list(change.values()), allow_unused=True)
+    return {n: 0.0 if s is None else float(s) for n, s in zip(change, slopes, strict=True)}

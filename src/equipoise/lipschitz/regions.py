@@ -16,10 +16,11 @@ method and the map:
   names the bound as declared by that class.
 """
 
-import math
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,10 +29,13 @@ from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import is_unmodified
 from equipoise.core.precision import frobenius, inflate
-from equipoise.lipschitz.witness import attack
+from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.spectral import Cache, bracket
+
+if TYPE_CHECKING:
+    from equipoise.lipschitz.capture import Program
 
 
 @dataclass(frozen=True)
@@ -52,24 +56,17 @@ class Region:
     declared: bool = False  # by a class that is not part of this package: attacked, not proved
 
 
-def find_regions(
-    model: nn.Module,
-    inputs: Sequence[fx.Node],
-    nodes: Sequence[fx.Node],
-    outputs: Sequence[fx.Node],
-) -> tuple[Region, ...]:
+def find_regions(model: nn.Module, program: Program) -> tuple[Region, ...]:
     """One region per trusted call of a module that bounds itself.
 
     Args:
         model: the network.
-        inputs: of its program.
-        nodes: of the program, all that depends on the input.
-        outputs: of the program.
+        program: as captured.
     """
-    moving = {*inputs, *nodes}
+    moving = {*program.inputs, *program.nodes}
     members: dict[str, list[fx.Node]] = {}
     paths: dict[str, str] = {}
-    for node in nodes:
+    for node in program.nodes:
         for key, entry in (node.meta.get("nn_module_stack") or {}).items():
             members.setdefault(str(key), []).append(node)
             paths[str(key)] = str(entry[0]).split("@")[0]
@@ -79,7 +76,7 @@ def find_regions(
         if hasattr(module, "lipschitz_upper") and is_unmodified(module, "lipschitz_upper")
     }
     regions = [
-        _region(blocks[path], path, members[key], moving, outputs)
+        _region(blocks[path], path, members[key], moving, program.outputs)
         for key, path in paths.items()
         if path in blocks
     ]
@@ -106,16 +103,14 @@ def _region(
     bound = _declared_bound(module, path, x) if floats and x.dim() >= 2 else None
     if bound is None:
         return None
-    declared = _is_foreign(module)
-    method = "declared" if declared else bound.method or "own bound"
-    kind = type(module).__name__
-    limit, name = as_upper(bound), path or kind
-    return Region(source, output, limit, name, kind, method, frozenset(inside), declared=declared)
+    kind, declared = type(module).__name__, bound.method == _DECLARED
+    method, name = bound.method or "own bound", path or kind
+    limit, inner = as_upper(bound), frozenset(inside)
+    return Region(source, output, limit, name, kind, method, inner, declared=declared)
 
 
-def _is_foreign(module: nn.Module) -> bool:
-    """Whether the module's class is not part of this package."""
-    return type(module).__module__.partition(".")[0] != "equipoise"
+#: method of a bound that is declared by a class that is not part of this package
+_DECLARED = "declared"
 
 
 def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
@@ -130,9 +125,9 @@ def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
         raise InputError(
             f"{name}: lipschitz_upper must return a Bound of kind upper, got {bound!r}"
         )
-    limit = as_upper(bound)
-    if not _is_foreign(module) or not math.isfinite(limit):
+    if type(module).__module__.partition(".")[0] == "equipoise":
         return bound
+    limit = as_upper(bound)
     try:
         witness = attack(
             limit * (1 + 1e-5) + 1e-9, module, torch.zeros(value.shape), starts=9, steps=12
@@ -144,7 +139,7 @@ def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
             f"{name}: lipschitz_upper says {limit:.6g}, but an attack reaches {witness.stretch:.6g}; mend the method, or "
             "remove it to get the bound of its operations"
         )
-    return bound
+    return replace(bound, method=_DECLARED)
 
 
 # --- residual blocks, recognised by their operations -----------------------------------------------------------------------
@@ -211,7 +206,11 @@ def residual_bound(
         return None
     low, high = min(0.0, slopes[0]), max(0.0, slopes[1])
     K, R = ours.double(), sign * theirs.double()  # R holds the adjoint of sign·A
-    t = _multipliers(K, R)
+    # t_j ≥ 0 per row of B that makes R_j + t_j·K_j smallest
+    rows = K.flatten(1)
+    squares = rows.square().sum(1)
+    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, 1.0)
+    t = t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
     E = R + t * K
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
         return None  # not such a block: the sum of the branches is as good
@@ -229,11 +228,3 @@ def residual_bound(
     curved = max(inflate(1 - low * inflate(m * m)), inflate(high * inflate(m * m)) - 1, 1.0)
     # B is known up to B.error: A D (B + ΔB) adds ‖A‖‖ΔB‖, and E D B reads the true B (b covers it)
     return inflate(curved + inflate(max(high, -low) * inflate(error * b + a * B.error)))
-
-
-def _multipliers(K: Tensor, R: Tensor) -> Tensor:
-    """`t_j ≥ 0` per row of B that makes `R_j + t_j·K_j` smallest, shaped to multiply K."""
-    rows = K.flatten(1)
-    squares = rows.square().sum(1)
-    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, torch.ones_like(squares))
-    return t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))

@@ -16,16 +16,15 @@ reduced products, Winograd or FFT convolutions, elementary functions that are of
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
-from equipoise.lipschitz.capture import as_batch, capture
+from equipoise.lipschitz.capture import Program, as_batch, capture
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Largest, Scaled, Sorted, Sum
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -81,7 +80,7 @@ def forward_error(
     program = capture(model, x[:1])
     with torch.no_grad(), full_precision():
         cache = Cache(rtol)
-        return Rounding.of(propagate(program, None, rtol, cache), cache)(x, radius)
+        return Rounding(propagate(program, None, rtol, cache), cache)(x, radius)
 
 
 def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> Region | None:
@@ -116,50 +115,34 @@ Slips = dict[fx.Node, _Slip]
 Fresh = dict[Region, _Slip]
 
 
-@dataclass
 class Rounding:
-    """The walk through one captured network; `run` was made without a ball, so its constants hold everywhere."""
+    """The rounding of one captured network; what has no rule is refused.
 
-    run: Propagation
-    calls: dict[fx.Node, Call] = field(repr=False)
-    reach: dict[fx.Node, float] = field(repr=False)
-    blocks: dict[fx.Node, list[Region]] = field(repr=False)
-    inner: dict[Region, tuple[fx.Node, ...]] = field(repr=False)
-    dtype: torch.dtype = torch.float32
+    Args:
+        run: propagated without a ball, so that its constants hold everywhere.
+        cache: of operator norms.
+    """
 
-    @classmethod
-    def of(cls, run: Propagation, cache: Cache) -> Rounding:
-        """Look at every node once; what has no rule is refused here.
-
-        Args:
-            run: propagated without a ball.
-            cache: of operator norms.
-        """
+    def __init__(self, run: Propagation, cache: Cache) -> None:
         program = run.program
         if len(program.inputs) != 1 or len(program.outputs) != 1:
             raise Refused("rounding is bounded for networks with one input and one output")
-        calls = {node: run.call(node, cache) for node in program.nodes}
-        for node, call in calls.items():
+        self.run = run
+        self.calls = {node: run.call(node, cache) for node in program.nodes}
+        self.reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
+        # blocks by the node in which they end, each with the nodes inside
+        self.blocks: dict[fx.Node, dict[Region, list[fx.Node]]] = {}
+        for node, call in self.calls.items():
             if not _is_bounded(call, run.steps[node]):
                 raise Refused(
                     f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
                 )
+            for block in (*run.regions.get(node, ()), _linear_run(run, node, cache)):
+                inner = None if block is None else _between(block, program)
+                if block is not None and inner is not None:
+                    self.blocks.setdefault(node, {})[block] = inner
         kinds = {facts.signal.dtype for facts in run.facts.values()}
-        coarse = torch.float32 if torch.float32 in kinds else torch.float64
-        reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
-        blocks: dict[fx.Node, list[Region]] = {
-            node: [*regions] for node, regions in run.regions.items()
-        }
-        for node in program.nodes:
-            linear = _linear_run(run, node, cache)
-            if linear is not None:
-                blocks.setdefault(node, []).append(linear)
-        inner: dict[Region, tuple[fx.Node, ...]] = {}
-        for block in itertools.chain.from_iterable(blocks.values()):
-            between = _between(block, set(program.nodes), program.inputs)
-            if between is not None:
-                inner[block] = tuple(n for n in program.nodes if n in between)
-        return cls(run, calls, reach, blocks, inner, coarse)
+        self.dtype = torch.float32 if torch.float32 in kinds else torch.float64
 
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""
@@ -230,10 +213,16 @@ class Rounding:
             values[node] = value(call, step, values)
             local[node] = local_rounding(call, step, sizes, values[node], dtype)
             slips[node] = self._advance(node, slips, local, fresh)
-            for region in self.blocks.get(node, ()):
-                if region in self.inner:
-                    fresh[region] = self._fresh(region, slips, local, fresh)
-                    slips[node] = _through(region, slips, fresh, slips[node])
+            for block, inner in self.blocks.get(node, {}).items():
+                # what the block adds of its own, given inputs that are off by nothing
+                zero = slips[block.source]
+                own = {
+                    block.source: _Slip(torch.zeros_like(zero.entry), torch.zeros_like(zero.norm))
+                }
+                for part in inner:
+                    own[part] = self._advance(part, own, local, fresh)
+                fresh[block] = own[node]
+                slips[node] = _through(block, slips, fresh, slips[node])
         out = self.run.program.outputs[0]
         return values[out], slips[out].entry
 
@@ -254,24 +243,10 @@ class Rounding:
         norm = _grown(norm + _length(local[node]))
         slip = _Slip(_grown(entry), norm)
         slip = slip.least(slip.entry, _length(slip.entry))
-        for region in self.blocks.get(node, ()):
-            if region in fresh and region.source in slips:
-                slip = _through(region, slips, fresh, slip)
+        for block in self.blocks.get(node, ()):
+            if block in fresh and block.source in slips:
+                slip = _through(block, slips, fresh, slip)
         return slip
-
-    def _fresh(
-        self,
-        region: Region,
-        slips: Slips,
-        local: dict[fx.Node, Tensor],
-        fresh: Fresh,
-    ) -> _Slip:
-        """What a block adds of its own, given inputs that are off by nothing."""
-        zero = slips[region.source]
-        own = {region.source: _Slip(torch.zeros_like(zero.entry), torch.zeros_like(zero.norm))}
-        for node in self.inner[region]:
-            own[node] = self._advance(node, own, local, fresh)
-        return own[region.output]
 
 
 def _through(region: Region, slips: Slips, fresh: Fresh, slip: _Slip) -> _Slip:
@@ -281,22 +256,15 @@ def _through(region: Region, slips: Slips, fresh: Fresh, slip: _Slip) -> _Slip:
     return slip.least(_grown(own.entry + entering), _grown(own.norm + entering))
 
 
-def _between(
-    region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]
-) -> set[fx.Node] | None:
-    """The nodes from the source to the output of a region; None where another way leads in."""
-    between: set[fx.Node] = set()
-    left = [region.output]
-    while left:
-        node = left.pop()
-        if node is region.source or node in between:
-            continue
-        if node in inputs:
-            return None
-        if node in nodes:  # else it is constant
-            between.add(node)
-            left += node.all_input_nodes
-    return between
+def _between(region: Region, program: Program) -> list[fx.Node] | None:
+    """The nodes from the source to the output of a region, in order; None where another way leads in."""
+    between = {region.output}
+    for node in reversed(program.nodes):
+        if node in between and node is not region.source:
+            between.update(node.all_input_nodes)
+    if not between.isdisjoint({*program.inputs} - {region.source}):
+        return None
+    return [n for n in program.nodes if n in between and n is not region.source]
 
 
 def _is_bounded(call: Call, step: Step) -> bool:

@@ -11,6 +11,7 @@ numbers only. Numbers are read as the nearest float64. A file is not trusted: si
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -42,8 +43,8 @@ LARGEST, CASES, DEPTH = 1 << 24, 10_000, 40
 HALVED = 16
 #: relative gap of every operator norm
 RTOL = 1e-3
-#: coefficients of `Σ coefficient·variable ≤ 0`; that of "" is the constant
-Atom = dict[str, float]
+#: two words, variables or numbers, of which the first is at most the second
+Atom = tuple[str, str]
 #: `rows·y ≤ offset` for all rows
 Case = tuple[Tensor, Tensor]
 
@@ -67,26 +68,27 @@ def read_vnnlib(path: str | Path) -> list[Box]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
 
-    names: dict[str, list[str]] = {"X": [], "Y": []}
+    names: list[str] = []
     formulas = []
     for command in _parse(re.sub(";.*", "", text)):
         match command:
-            case ["declare-const", str(name), "Real"] if name[:1] in names:
-                names[name[0]].append(name)
+            case ["declare-const", str(name), "Real"]:
+                names.append(name)
             case ["assert", formula]:
                 formulas.append(formula)
             case _:
                 raise InputError(f"expected declare-const or assert, got {command!r:.60}")
-    for letter, own in names.items():
-        if not own or own != [f"{letter}_{i}" for i in range(len(own))]:
-            raise InputError(f"expected the variables {letter}_0, {letter}_1, … declared in order")
+    inputs = sum(name.startswith("X") for name in names)
+    xs = {f"X_{i}": i for i in range(inputs)}
+    ys = {f"Y_{i}": i for i in range(len(names) - inputs)}
+    if not xs or not ys or sorted(names) != sorted([*xs, *ys]):
+        raise InputError("expected the variables X_0, X_1, … and Y_0, Y_1, …, each declared once")
 
-    place = {name: i for own in names.values() for i, name in enumerate(own)}
     boxes: dict[bytes, Box] = {}
-    for atoms in _alternatives(["and", *formulas], place):
-        box = _box(atoms, place, len(names["X"]), len(names["Y"]))
-        key = torch.stack([box.low, box.high]).numpy().tobytes()
-        boxes.setdefault(key, Box(box.low, box.high, [])).cases.extend(box.cases)
+    for atoms in _alternatives(["and", *formulas]):
+        low, high, case = _read_case(atoms, xs, ys)
+        key = torch.stack([low, high]).numpy().tobytes()
+        boxes.setdefault(key, Box(low, high, [])).cases.append(case)
     return list(boxes.values())
 
 
@@ -108,60 +110,51 @@ def _parse(text: str) -> list[Any]:
     return stack[0]
 
 
-def _alternatives(formula: Any, place: dict[str, int]) -> list[list[Atom]]:
+def _alternatives(formula: Any) -> list[list[Atom]]:
     """A formula as alternatives, each a list of inequalities."""
     match formula:
         case ["or", *parts]:
-            return [each for part in parts for each in _alternatives(part, place)]
+            return [each for part in parts for each in _alternatives(part)]
         case ["and", *parts]:
-            choices = [_alternatives(part, place) for part in parts]
+            choices = [_alternatives(part) for part in parts]
             if math.prod(map(len, choices)) > CASES:
                 raise InputError(f"the property has more than {CASES:,} alternatives")
             return [list(itertools.chain(*each)) for each in itertools.product(*choices)]
-        case ["<=" | ">=" as sign, str(left), str(right)]:
-            if sign == ">=":
-                left, right = right, left
-            atom = {"": 0.0}
-            for word, factor in ((left, 1.0), (right, -1.0)):
-                if word in place:
-                    atom[word] = atom.get(word, 0.0) + factor
-                else:
-                    atom[""] += factor * _number(word)
-            return [[atom]]
+        case ["<=", str(left), str(right)] | [">=", str(right), str(left)]:
+            return [[(left, right)]]
     raise InputError(f"expected <=, >=, and, or, got {formula!r:.60}")
 
 
+def _read_case(
+    atoms: list[Atom], xs: dict[str, int], ys: dict[str, int]
+) -> tuple[Tensor, Tensor, Case]:
+    """One alternative: both ends of the inputs, and rows of the outputs."""
+    low = torch.full((len(xs),), -math.inf, dtype=torch.float64)
+    high = -low
+    rows = torch.zeros(len(atoms), len(ys), dtype=torch.float64)
+    offset = torch.zeros(len(atoms), dtype=torch.float64)
+    bounds = torch.zeros(len(atoms), dtype=torch.bool)
+    for n, (left, right) in enumerate(atoms):
+        bounds[n] = left in xs or right in xs
+        if left in xs:
+            high[xs[left]] = high[xs[left]].clamp_max(_number(right))
+        elif right in xs:
+            low[xs[right]] = low[xs[right]].clamp_min(_number(left))
+        else:
+            for word, sign in ((left, 1.0), (right, -1.0)):
+                if word in ys:
+                    rows[n, ys[word]] += sign
+                else:
+                    offset[n] -= sign * _number(word)
+    if bool(bounds.all()) or not bool((torch.isfinite(low + high) & (low <= high)).all()):
+        raise InputError("a property needs bounds of all inputs and an inequality of outputs")
+    return low, high, (rows[~bounds], offset[~bounds])
+
+
 def _number(word: str) -> float:
-    if not re.fullmatch(r"[-+]?[0-9.]{1,40}([eE][-+]?\d{1,3})?", word):
+    if not re.fullmatch(r"[-+]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][-+]?\d{1,3})?", word):
         raise InputError(f"expected a number or a declared variable, got {word!r:.60}")
     return float(word)
-
-
-def _box(atoms: list[Atom], place: dict[str, int], inputs: int, outputs: int) -> Box:
-    """One alternative: bounds of the inputs, and rows of the outputs."""
-    low = torch.full((inputs,), -math.inf, dtype=torch.float64)
-    high = -low
-    rows, offset = [], []
-    for atom in atoms:
-        variables = [(name, value) for name, value in atom.items() if name]
-        match variables:
-            case [(name, value)] if name[0] == "X" and value:
-                at, end = place[name], -atom[""] / value
-                if value > 0:
-                    high[at] = min(float(high[at]), end)
-                else:
-                    low[at] = max(float(low[at]), end)
-            case _ if variables and all(name[0] == "Y" for name, _ in variables):
-                row = torch.zeros(outputs, dtype=torch.float64)
-                for name, value in variables:
-                    row[place[name]] = value
-                rows.append(row)
-                offset.append(-atom[""])
-            case _:
-                raise InputError("expected a bound of one input, or an inequality of outputs")
-    if not rows or not bool((torch.isfinite(low + high) & (low <= high)).all()):
-        raise InputError("a property needs bounds of all inputs and an inequality of outputs")
-    return Box(low, high, [(torch.stack(rows), torch.tensor(offset, dtype=torch.float64))])
 
 
 @dataclass(frozen=True)
@@ -206,89 +199,79 @@ def verify_property(
                 f"the property has {sizes[0]} inputs and {sizes[1]} outputs, the network others"
             )
         function, shape = as_function(run.program), example.shape[1:]
-        verifier = _Verifier(
-            engine.network,
-            lambda points: function(points.reshape(-1, *shape)),
-            lambda points: evaluate(run, cache, engine.rounding, points.reshape(-1, *shape)),
-            ball,
-            began + seconds,
+        attack = functools.partial(
+            Attack,
+            function=lambda points: function(points.reshape(-1, *shape)),
+            evaluate=lambda points: evaluate(
+                run, cache, engine.rounding, points.reshape(-1, *shape)
+            ),
         )
-        holds = [verifier.check(box) for box in boxes if verifier.broken is None]
-    spent = time.process_time() - began
-    if verifier.broken is not None:
-        return Answer("violated", spent, verifier.broken, verifier.function(verifier.broken)[0])
-    return Answer("holds" if all(holds) else "unknown", spent)
+        unproved = False
+        for box in boxes:
+            answer = _check(engine.network, box, attack, ball, began + seconds)
+            if isinstance(answer, Tensor):
+                (output,) = function(answer.reshape(1, *shape))
+                return Answer("violated", time.process_time() - began, answer, output)
+            unproved |= not answer
+    return Answer("unknown" if unproved else "holds", time.process_time() - began)
 
 
-@dataclass
-class _Verifier:
-    network: Network
-    function: Callable[[Tensor], Tensor]
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]]
-    radius: float | None
-    deadline: float
-    broken: Tensor | None = None
-
-    def check(self, box: Box) -> bool:
-        """Whether no case happens in the box; an input at which one does is stored in `broken`."""
-        halved = self.radius is None and len(box.low) <= HALVED
-        parts, steps = [box], ATTACK_STEPS
-        while parts and self.broken is None and time.process_time() < self.deadline:
-            part = parts.pop()
-            ball = self._ball(part, tight=not halved)
-            if ball is None:
-                return False
-            attack = Attack(ball, self.function, self.evaluate)
-            last = len(self.network.nodes) - 1
-            left = [
-                (rows, offset)
-                for rows, offset in part.cases
-                if not bool((lower_bounds(ball, last, rows) > offset).any())
-            ]
-            for case in left:
-                if self.broken is None:
-                    self.broken = attack.everywhere(*case, steps)
-            if left and halved:
-                parts += self._halves(Box(part.low, part.high, left), ball)
-            elif left and self.broken is None:
-                return self._branch(attack, left)
-            steps = PART_STEPS
-        return not parts and self.broken is None
-
-    def _ball(self, box: Box, tight: bool) -> Ball | None:
-        middle = (box.low + box.high) / 2
-        widths = inflate(torch.maximum(box.high - middle, middle - box.low))
-        return enclose_ball(
-            self.network,
+def _check(
+    network: Network,
+    box: Box,
+    attack_on: Callable[[Ball], Attack],
+    radius: float | None,
+    deadline: float,
+) -> bool | Tensor:
+    """Whether it is proved that no case happens in the box; an input at which one does, where one was met."""
+    last, halved = len(network.nodes) - 1, radius is None and len(box.low) <= HALVED
+    parts, steps = [box], ATTACK_STEPS
+    while parts and time.process_time() < deadline:
+        part = parts.pop()
+        middle = (part.low + part.high) / 2
+        widths = inflate(torch.maximum(part.high - middle, middle - part.low))
+        ball = enclose_ball(
+            network,
             middle,
-            self.radius or 1.0,
-            "linf" if self.radius is None else "l2",
-            widths=widths if self.radius is None else None,
-            bounds=(lower_bounds, tight_bounds) if tight else None,
-            deadline=self.deadline,
+            radius or 1.0,
+            "linf" if radius is None else "l2",
+            widths=widths if radius is None else None,
+            bounds=None if halved else (lower_bounds, tight_bounds),
+            deadline=deadline,
         )
+        if ball is None:
+            return False
+        attack, left = attack_on(ball), []
+        for rows, offset in part.cases:
+            margins = lower_bounds(ball, last, rows) - offset
+            if bool((margins > 0).any()):
+                continue
+            broken = attack.everywhere(rows, offset, steps)
+            if broken is not None:
+                return broken
+            nearest = int(margins.argmax())
+            left.append((rows, offset, rows[nearest], offset[nearest]))
+        if left and not halved:
+            # one row of every case, the one that is nearest to its proof, by splits at neurons
+            _, _, row, limit = zip(*left, strict=True)
+            search = Branching(attack, torch.stack(row), torch.stack(limit), deadline)
+            proved = search.decide()
+            if search.broken is not None and all(len(rows) == 1 for rows, *_ in left):
+                return search.broken
+            # else another row may hold where this one is broken
+            return proved is True
+        if left:
+            parts += _halves(Box(part.low, part.high, [case[:2] for case in left]), ball)
+        steps = PART_STEPS
+    return not parts
 
-    def _halves(self, box: Box, ball: Ball) -> list[Box]:
-        """Both halves of the box along the input that moves the bounds most."""
-        rows = torch.cat([rows for rows, _ in box.cases])
-        last, arrived = len(self.network.nodes) - 1, dict[int, Tensor]()
-        relaxed_bounds(ball, last, rows, usual_slopes(ball, last, len(rows)), arrived)
-        at = int((arrived[0].abs().sum(0) * (box.high - box.low)).argmax())
-        low, high = box.low.clone(), box.high.clone()
-        low[at] = high[at] = (box.low[at] + box.high[at]) / 2
-        return [Box(low, box.high, box.cases), Box(box.low, high, box.cases)]
 
-    def _branch(self, attack: Attack, cases: list[Case]) -> bool:
-        """Whether one row of every case, the one that is nearest to it, is proved by splits at neurons."""
-        last = len(self.network.nodes) - 1
-        rows, offset = [], []
-        for own, numbers in cases:
-            n = int((lower_bounds(attack.ball, last, own) - numbers).argmax())
-            rows.append(own[n])
-            offset.append(numbers[n])
-        search = Branching(attack, torch.stack(rows), torch.stack(offset), self.deadline)
-        proved = search.decide()
-        # else another row may hold where this one is broken
-        if all(len(own) == 1 for own, _ in cases):
-            self.broken = search.broken
-        return proved is True
+def _halves(box: Box, ball: Ball) -> list[Box]:
+    """Both halves of the box along the input that moves the bounds most."""
+    rows = torch.cat([rows for rows, _ in box.cases])
+    last, arrived = len(ball.network.nodes) - 1, dict[int, Tensor]()
+    relaxed_bounds(ball, last, rows, usual_slopes(ball, last, len(rows)), arrived)
+    at = int((arrived[0].abs().sum(0) * (box.high - box.low)).argmax())
+    low, high = box.low.clone(), box.high.clone()
+    low[at] = high[at] = (box.low[at] + box.high[at]) / 2
+    return [Box(low, box.high, box.cases), Box(box.low, high, box.cases)]

@@ -194,6 +194,14 @@ class Convolution:
         geometry = replace(self.geometry, shape=tuple(weight.shape))
         return Convolution(weight, geometry, self.error if error is None else error)
 
+    def real_form(self) -> Convolution:
+        """For a complex weight `A + iB` the real `[[A, −B], [B, A]]`, which has the same singular values, each twice."""
+        if not self.weight.is_complex():
+            return self
+        A, B = self.kernel.real, self.kernel.imag
+        blocks = torch.cat([torch.cat([A, -B], 2), torch.cat([B, A], 2)], 1)
+        return self.with_weight(blocks.flatten(0, 1))
+
     def on(self, axes: Sequence[Axis]) -> Convolution:
         """The same kernel on other axes."""
         return replace(self, geometry=replace(self.geometry, axes=tuple(axes)))

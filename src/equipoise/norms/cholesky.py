@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -302,106 +301,54 @@ def perturb(v: Tensor) -> Tensor:
     return v / torch.linalg.vector_norm(v)
 
 
-@dataclass(frozen=True)
-class Krylov:
-    """`G Qᵀ = Qᵀ T + β q eᵀ`: orthonormal rows Q, and T tridiagonal with `diagonal` and `off_diagonal`, which ends with β."""
-
-    Q: Tensor
-    diagonal: list[float]
-    off_diagonal: list[float]
-
-    def ritz(self) -> tuple[Tensor, Tensor]:
-        """All Ritz values, smallest first, and their coordinates in the rows of Q, as columns."""
-        T = torch.diag(torch.tensor(self.diagonal, dtype=torch.float64))
-        beside = torch.tensor(self.off_diagonal[:-1], dtype=torch.float64)
-        torch.diagonal(T, -1).copy_(beside)  # eigh reads the lower triangle
-        return torch.linalg.eigh(T)
-
-    def value(self) -> float:
-        """The largest Ritz value."""
-        return float(self.ritz()[0][-1])
-
-    def top(self) -> Tensor:
-        """The Ritz vector of the largest value."""
-        return self.ritz()[1][:, -1].to(self.Q) @ self.Q
-
-
-def krylov(
+def lanczos(
     multiply: Operator,
     start: Tensor,
     steps: int,
-    stop: Callable[[Krylov], bool] | None = None,
+    converged: float = 0.0,
+    calls: int = 2,
+    enough: float = math.inf,
     every: int = 4,
-) -> Krylov:
-    """Orthogonalised Lanczos steps.
+) -> Tensor:
+    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, by orthogonalised steps.
 
     Args:
-        multiply: the Hermitian operator on flat vectors.
+        multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        stop: ends the steps early.
-        every: how often `stop` is called.
+        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share; 0: never.
+        calls: see above.
+        enough: a Ritz value that suffices.
+        every: how often Ritz values are computed.
     """
     n = start.numel()
     breakdown = 8 * torch.finfo(start.dtype).eps
     Q = start.new_zeros(min(steps, n), n)
-    diagonal: list[float] = []
-    off_diagonal: list[float] = []
+    T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
+    largest: list[float] = []
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
     for j in range(len(Q)):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        diagonal.append(float(torch.vdot(q, w).real))
-        w = torch.sub(w, q, alpha=diagonal[j])
-        if j:
-            w = torch.sub(w, Q[j - 1], alpha=off_diagonal[-1])
-        # rounding brings back what the recurrence took out
-        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        off_diagonal.append(float(torch.linalg.vector_norm(w)))
-        if off_diagonal[j] <= breakdown * max(map(abs, diagonal)):
-            break
-        if (
-            stop is not None
-            and (j + 1) % every == 0
-            and stop(Krylov(basis, diagonal, off_diagonal))
-        ):
-            break
-        q = w / off_diagonal[j]
-    return Krylov(Q[: len(diagonal)], diagonal, off_diagonal)
-
-
-def lanczos(multiply: Operator, start: Tensor, steps: int, converged: float = 0.0) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors.
-
-    Args:
-        multiply: the operator.
-        start: the first vector.
-        steps: how many steps at most.
-        converged: stop early, once eight steps have raised the Ritz value by no more than this share.
-    """
-    return krylov(multiply, start, steps, has_converged(converged) if converged else None).top()
-
-
-def has_converged(
-    share: float, calls: int = 2, enough: float = math.inf
-) -> Callable[[Krylov], bool]:
-    """True if the Ritz value is `enough`, or rose by no more than `share` in the last `calls` calls.
-
-    Args:
-        share: relative gain that is not worth another step.
-        calls: over how many calls the gain is counted.
-        enough: a Ritz value that suffices.
-    """
-    values: list[float] = []
-
-    def stop(space: Krylov) -> bool:
-        values.append(space.value())
-        slow = len(values) > calls and values[-1] - values[-1 - calls] <= share * values[-1]
-        return slow or values[-1] >= enough
-
-    return stop
+        T[j, j] = torch.vdot(q, w).real
+        for _ in range(2):  # rounding brings back what the first pass takes out
+            w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
+        beta = torch.linalg.vector_norm(w)
+        last = j + 1 == len(Q) or float(beta) <= breakdown * float(T.diagonal().abs().amax())
+        if last or (converged and (j + 1) % every == 0):
+            values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
+            largest.append(float(values[-1]))
+            slow = (
+                len(largest) > calls
+                and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
+            )
+            if last or slow or largest[-1] >= enough:
+                break
+        T[j + 1, j] = beta
+        q = w / beta
+    return vectors[:, -1].to(Q) @ basis
 
 
 # --- brackets of matrices ---------------------------------------------------------------------------------------------------
@@ -436,31 +383,57 @@ def cholesky_bracket(
         result = None
         if start is not None and not A.is_complex():
             G = syrk(A, torch.float32) if single is None or e else single
-            result = _bracket(A, G, rtol, start, limit)
-        result = result or _bracket(A, syrk(A), rtol, start, limit)
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+        if result is None:
+            G = syrk(A)
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
         assert result is not None
         lower, upper, v = result
     return ldexp_down(lower, e), ldexp_up(upper, e), v
 
 
-def _bracket(
-    A: Tensor, G: Tensor, rtol: float, start: Tensor | None, enough: float
+def bracket_of_gram(
+    G: Tensor,
+    error: float,
+    size: float,
+    rtol: float,
+    A: Tensor | None = None,
+    start: Tensor | None = None,
+    enough: float = 0.0,
 ) -> Result | None:
-    """The bracket from `G = syrk(A, dtype)`, which differs from the true Gram matrix by at most `error` in norm.
+    """`(lower, upper, v)` of σ₁(A) from its Gram matrix.
 
-    The lower end is a Rayleigh quotient `‖Av‖/‖v‖`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
+    The lower end is a Rayleigh quotient, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
     vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
     None where float32 cannot reach the tolerance.
+
+    Args:
+        G: the Gram matrix, not zero.
+        error: norm of what G may be off by.
+        size: at least `‖A‖_F²`.
+        rtol: relative gap to reach.
+        A: the matrix, for lower ends `‖Av‖/‖v‖`; None: they are read off G, in float64.
+        start: a guess of the top vector.
+        enough: an upper end that suffices; given with a start, it is tried first.
     """
     n, dtype = len(G), G.dtype
-    error, size = syrk_error(A, G)
-    # float32 steers well enough, unless it could not tell the top from its neighbours
-    steering = G if rtol < 1e-5 else G.to(torch.complex64 if G.is_complex() else torch.float32)
+    steering = G / torch.diagonal(G).real.amax()
+    if (
+        rtol >= 1e-5
+    ):  # float32 steers well enough, unless it could not tell the top from its neighbours
+        steering = steering.to(torch.complex64 if G.is_complex() else torch.float32)
     v = (
         random_start(n, steering)
         if start is None or not bool(start.any())
         else steering @ start.to(steering)
     )
+
+    def rayleigh(v: Tensor) -> float:
+        if A is not None:
+            return float(rayleigh_lower(A, v))
+        w = v.double() / torch.linalg.vector_norm(v.double())
+        rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
+        return deflate(math.sqrt(max(0.0, float(w @ (G @ w)) - rounding - error)))
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
@@ -468,7 +441,7 @@ def _bracket(
     lower = deflate(math.sqrt(max(0.0, float(G[longest, longest].real) - error)))
 
     if enough > 0 and start is not None:
-        value = max(lower, float(rayleigh_lower(A, v)))
+        value = max(lower, rayleigh(v))
         tau = deflate(deflate(enough) ** 2)
         # a bound with a margin lasts for more steps
         aim = tau if value**2 > 0.8 * tau else value * math.sqrt(tau)
@@ -478,10 +451,10 @@ def _bracket(
     slack = 0.9 * max(rtol, 4 * verification_loss(n, torch.float64))
     for attempt in itertools.count(1):
         v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
-        value = float(rayleigh_lower(A, v))
+        value = rayleigh(v)
         if value > lower:
             best, lower = v, value
-        tau = (lower * (1 + slack)) ** 2
+        tau = max(lower**2, error) * (1 + slack) ** 2
         # what rounding costs: the error of G twice, and the loss of the proof
         if (
             dtype is torch.float32

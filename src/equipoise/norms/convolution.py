@@ -37,8 +37,6 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution
 from equipoise.norms.cholesky import (
     dense_bracket,
-    has_converged,
-    krylov,
     lanczos,
     random_start,
     single_thread,
@@ -65,7 +63,8 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> 
         enough: an upper end that suffices: where it is true, one proof shows it. If given, the gap is closed only by what the
             symbol shows, not by looking at the borders of the operator.
     """
-    weight = wide(require_finite(conv.weight.cpu()))  # proofs run on the CPU
+    conv = conv.with_weight(require_finite(conv.weight.cpu())).real_form()  # proofs run on the CPU
+    weight = conv.weight.double()
     if not bool(weight.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
     weight, e = rescaled(weight)
@@ -180,8 +179,7 @@ def _lattice_bound(
     symbol, peak = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
     group = torch.tensor([peak.group])
     G = symbol.gram(group, peak.omega[None], torch.float32)[0]
-    start = random_start(G.shape[-1], G) if peak.vector is None else peak.vector.to(G.dtype)
-    v = lanczos(G.matmul, start, steps=32, converged=tol / 64)
+    v = lanczos(G.matmul, random_start(len(G), G), steps=64, converged=tol / 64)
     if not windows:
         at_symbol = float(rayleigh_lower(symbol.at(group, peak.omega[None])[0], v)) - float(
             symbol.at_error()[peak.group]
@@ -243,7 +241,7 @@ def _plane_wave(
     x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype)
     x[group] = wave
     x = x.flatten(0, 1)[None]
-    x = x if conv.kernel.is_complex() else x.real.contiguous()
+    x = x.real.contiguous()
     return conv.adjoint().apply(x) if adjoint else x
 
 
@@ -274,13 +272,9 @@ def windowed_lower(
         correlation *= correlation.new_tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]])
     v = wide(v)
     v = v / torch.linalg.vector_norm(v)
-    C = wide(symbol.correlations[group])
-    if C.is_complex():
-        inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
-        real, imag = inner.real, inner.imag
-    else:  # real products are the faster ones
-        p, q = C @ v.real, C @ v.imag
-        real, imag = p @ v.real + q @ v.imag, q @ v.real - p @ v.imag
+    C = symbol.correlations[group]
+    p, q = C @ v.real, C @ v.imag
+    real, imag = p @ v.real + q @ v.imag, q @ v.real - p @ v.imag
     angle = symbol.offsets @ omega
     terms = (real * angle.cos() + imag * angle.sin()) * correlation
     terms[1:] *= 2  # each offset stands for ±b
@@ -317,20 +311,10 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
     """Bracket of the dense matrix; overlapping copies (wrapped or reflected taps) are sums, whose rounding is added."""
     W = materialise(conv)
     low, high, _ = dense_bracket(W, rtol)
-    size = frobenius(materialise(conv.with_weight(conv.weight.abs().to(conv.weight.dtype))))
-    error = float(inflate(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
-    note = (
-        ""
-        if float(high) <= (1 + rtol) * float(low)
-        else "the precision does not allow a smaller gap"
-    )
-    return Bracket(
-        max(0.0, deflate(float(low) - error)),
-        inflate(float(high) + error),
-        rtol,
-        "materialised",
-        note,
-    )
+    size = float(frobenius(materialise(conv.magnitude())))
+    error = inflate(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size) * 2
+    lower, upper = max(0.0, deflate(float(low) - error)), inflate(float(high) + error)
+    return Bracket(lower, upper, rtol, "materialised")
 
 
 def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough: float) -> float:
@@ -344,9 +328,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     steps = int(min(25, LANCZOS_FLOPS / flops, 2e8 / columns))
     if steps < 3:
         return 0.0
-    quick = conv.with_weight(
-        conv.weight.to(torch.complex64 if conv.weight.is_complex() else torch.float32)
-    )
+    quick = conv.with_weight(conv.weight.float())
 
     def multiply(x: Tensor) -> Tensor:
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
@@ -355,8 +337,8 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     first, calls = random_start(columns, quick.weight), 6
     if start is not None and bool(start.to(quick.weight).any()):  # not all of it vanished
         first, calls = start.to(quick.weight).flatten(), 2
-    v = krylov(multiply, first, steps, has_converged(rtol / 10, calls, target), every=1).top()
-    x = wide(v).reshape(1, *shape)
+    v = lanczos(multiply, first, steps, rtol / 10, calls, target, every=1)
+    x = v.double().reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)
     pad = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)

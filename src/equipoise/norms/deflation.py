@@ -17,7 +17,6 @@ inequality alone would lose ‖D‖_F from the first step on.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,15 +28,6 @@ from equipoise.norms.cholesky import is_below, random_start
 DIRECTIONS = 8
 
 
-@dataclass(frozen=True)
-class Change:
-    """`D ≈ W − κS` as computed: `size ≥ ‖D‖_F`, and at least the Frobenius norm of what it is off by."""
-
-    D: Tensor
-    size: float
-    rounding: float
-
-
 def first_directions(A: Tensor) -> Tensor:
     """Orthonormal rows `(k, n)` to start from, the same every time.
 
@@ -46,10 +36,10 @@ def first_directions(A: Tensor) -> Tensor:
     """
     n = A.shape[1]
     k = min(n, max(4, min(DIRECTIONS, n // 64)))
-    return orthonormal(random_start(n * k, A).reshape(-1, n))
+    return _orthonormal(random_start(n * k, A).reshape(-1, n))
 
 
-def orthonormal(Q: Tensor) -> Tensor:
+def _orthonormal(Q: Tensor) -> Tensor:
     """Orthonormal rows of the same span, row by row in memory: products with few rows are far faster than with columns."""
     return torch.linalg.qr(Q.mT)[0].mT.contiguous()
 
@@ -62,9 +52,11 @@ def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, floa
         error: norm of what G may be off by.
         Q: directions to start from, as rows `(k, n)`.
     """
+    if len(G) < 4 * DIRECTIONS or not math.isfinite(error):
+        return None
     Q = Q.to(G)
     for _ in range(4):
-        Q = orthonormal(Q @ G)
+        Q = _orthonormal(Q @ G)
     values, X = torch.linalg.eigh(((Q @ G) @ Q.mT).double())
     top = float(values[-1])
     Q = X.mT.to(Q) @ Q
@@ -74,27 +66,15 @@ def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, floa
         if not 0 < rho < 0.95 * top:
             return None
         T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
-        if rest_is_below(G, error, T, rho):
+        H = torch.addmm(G, T.mT, T, alpha=-1)
+        size = float(torch.linalg.matrix_norm(T.double())) ** 2
+        # every entry is a sum of products that is subtracted from one of G
+        rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
+            float(torch.linalg.matrix_norm(G.double())) + size
+        )
+        if is_below(H, rho, inflate(error + inflate(2 * rounding))):
             return Q, T.double(), math.sqrt(inflate(rho))
     return None
-
-
-def rest_is_below(G: Tensor, error: float, T: Tensor, square: float) -> bool:
-    """Whether `A*A ⪯ square·I + TᵀT` is proved, for `‖G − A*A‖₂ ≤ error`.
-
-    Args:
-        G: the Gram matrix.
-        error: norm of what G may be off by.
-        T: few rows, in the precision of G.
-        square: ρ².
-    """
-    H = torch.addmm(G, T.mT, T, alpha=-1)
-    size = float(torch.linalg.matrix_norm(T.double())) ** 2
-    # every entry is a sum of products that is subtracted from one of G
-    rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
-        float(torch.linalg.matrix_norm(G.double())) + size
-    )
-    return is_below(H, square, inflate(error + inflate(2 * rounding)))
 
 
 def deflated_bracket(
@@ -103,39 +83,35 @@ def deflated_bracket(
     Q: Tensor,
     T: Tensor,
     rest: float,
-    change: Change | None = None,
+    change: tuple[Tensor, float] | None = None,
     enough: float = 0.0,
-    rtol: float = 0.0,
 ) -> tuple[float, float, Tensor]:
     """`(lower, upper, Q')` of ‖A‖ by (2), with `Q'` the directions after a step of subspace iteration.
 
     Args:
         A: the matrix W `(m, n)`.
-        size: at least `‖A‖_F`.
+        size: at least `‖A‖_F`, and `‖κS‖_F + ‖W − κS‖_F`.
         Q: nearly orthonormal rows `(k, n)`, in the precision of A.
         T: `κT` in float64, as rows.
         rest: κρ.
-        change: `W − κS`; None: W is S.
+        change: `D = W − κS` as computed, off by a rounding or two of W, and at least `‖W − κS‖_F`; None: W is S.
         enough: an upper end that suffices.
-        rtol: a relative gap that suffices.
     """
     k = len(Q)
     images = Q @ A.mT
     back = (images @ A).double()
     Y, Q64 = images.double(), Q.double()
-    pair = torch.stack([Y @ Y.mT, Q64 @ Q64.mT])
-    X = torch.linalg.eigh(pair[0])[1]
-    H, N = X.mT @ pair @ X
-    N.diagonal().sub_(1)
+    H = Y @ Y.mT
+    X = torch.linalg.eigh(H)[1]
+    H = X.mT @ H @ X
     outside = torch.cat([back, T])
     outside = torch.addmm(outside, outside @ Q64.mT, Q64, alpha=-1)
     length = torch.linalg.vector_norm
-    row, value, excess, defect, y, c, away = torch.stack(
+    row, value, defect, y, c, away = torch.stack(
         [
             H.abs().sum(1).amax(),
             H[-1, -1],
-            N[-1, -1].abs(),
-            length(N),
+            length(Q64 @ Q64.mT - torch.eye(k).to(Q64)),
             length(Y),
             length(outside[:k]),
             length(outside[k:]),
@@ -148,25 +124,23 @@ def deflated_bracket(
     lost = math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
     first = 2 * g * size * math.sqrt(k) + lost
     second = 2 * g * size * y + size * first + lost + slack * size * size
-    least = 1 - 2 * (defect + slack)
-    if not (least > 0.5 and math.isfinite(c)):
+    spread = 2 * (defect + slack)
+    if not (spread < 0.5 and math.isfinite(c)):
         return 0.0, math.inf, Q
-    a = inflate((math.sqrt(row * (1 + slack)) + first) / math.sqrt(least))
-    cross = inflate((c * (1 + slack) + second) / math.sqrt(least))
-    lower = (math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + 2 * (excess + slack))
-    lower = max(0.0, deflate(lower))
+    a = inflate((math.sqrt(row * (1 + slack)) + first) / math.sqrt(1 - spread))
+    cross = inflate((c * (1 + slack) + second) / math.sqrt(1 - spread))
+    lower = max(0.0, deflate((math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + spread)))
     b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
-    Q_next = orthonormal(back).to(Q)
+    Q_next = _orthonormal(back).to(Q)
     if change is None:
         return lower, _largest(a, b, cross), Q_next
-    d = change.size
-    upper = _largest(a, inflate(b + d + change.rounding), cross)
-    # what D does to the directions themselves does not count
-    if upper > max(enough, (1 + rtol) * lower):
-        inside = float(length((Q @ change.D.mT).double())) * (1 - slack)
-        inside = max(0.0, inside - 2 * g * d * math.sqrt(k) - lost) / math.sqrt(2 - least)
-        d = math.sqrt(max(0.0, d * d * (1 + slack) - inside * inside))
-        upper = _largest(a, inflate(b + d + change.rounding), cross)
+    D, drift = change
+    upper = _largest(a, inflate(b + drift), cross)
+    if upper > enough:  # what D does to the directions themselves does not count
+        inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
+        inside = max(0.0, inside) / math.sqrt(1 + spread)
+        drift = math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside)))
+        upper = _largest(a, inflate(b + drift), cross)
     return lower, upper, Q_next
 
 

@@ -37,7 +37,7 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution, convolution
-from equipoise.norms.cholesky import below, verification_loss
+from equipoise.norms.cholesky import below
 from equipoise.norms.gram import adjoint, entries_norm, iterated_norm, near_one, scaled, small_side
 from equipoise.norms.symbol import Symbol, combining_pays, tap_positions
 
@@ -45,8 +45,6 @@ from equipoise.norms.symbol import Symbol, combining_pays, tap_positions
 MOST_ROUNDING = 8e-3
 #: bytes of a batch of Gram matrices
 CHUNK_BYTES = 2**23
-#: relative loss up to which frequencies are left behind by a proof in complex64
-MOST_LOSS = 4e-3
 
 
 def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
@@ -148,7 +146,8 @@ def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
     _check_iterations(iterations)
     if grid < 4:
         raise InputError(f"grid must be at least 4, got {grid}")
-    conv, padding = conv.with_weight(conv.weight.to(working_dtype(conv.weight.dtype))), conv.padding
+    conv = conv.with_weight(conv.weight.to(working_dtype(conv.weight.dtype))).real_form()
+    padding = conv.padding
     factor = 1.0
     lattices: list[Lattice | None]
     if padding == "circular":
@@ -170,7 +169,7 @@ def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
         return conv.weight.sum() * 0.0
     kernel = polyphase(conv.kernel, usable)
     sizes, reach = _points(kernel, grid, [lattice.size for lattice in usable])
-    return _peak_of(kernel, sizes, iterations).to(kernel.real.dtype) * (factor * reach)
+    return _peak_of(kernel, sizes, iterations).to(kernel.dtype) * (factor * reach)
 
 
 def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
@@ -197,7 +196,7 @@ def _working(
     shape: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[torch.dtype, float]:
     """The dtype that products run in, and the δ of `rounding` in it."""
-    points = len(grid_frequencies(sizes, True))
+    points = len(grid_frequencies(sizes))
     wide = dtype is torch.float64 or rounding(shape, points, torch.float32) > MOST_ROUNDING
     chosen = torch.float64 if wide else torch.float32
     return chosen, rounding(shape, points, chosen)
@@ -332,17 +331,17 @@ def _symbol_norm(
             nothing = torch.full_like(kernel, math.nan) if want_gradient else kernel.new_empty(0)
             return torch.full((), math.nan, dtype=torch.float64, device=kernel.device), nothing
         kernel, e = rescaled(kernel)
-        omega = grid_frequencies(tuple(sizes), not kernel.is_complex()).to(kernel.device)
+        omega = grid_frequencies(tuple(sizes)).to(kernel.device)
         value, group, row = _largest(kernel, omega, iterations)
         if not want_gradient:
             return _back(value, e), kernel.new_empty(0)
         angle = tap_positions(kernel.shape[3:]).to(kernel.device) @ omega[row]  # (taps,)
-        complex_type = torch.complex128 if kernel.real.dtype is torch.float64 else torch.complex64
+        complex_type = kernel.dtype.to_complex()
         phases = torch.complex(angle.cos(), -angle.sin()).to(complex_type)
         s, dE = explicit_gradient(kernel[group].flatten(2).to(complex_type) @ phases, iterations)
         dK = dE[..., None] * phases.conj_physical()
         gradient = torch.zeros_like(kernel, memory_format=torch.contiguous_format)
-        gradient[group] = (dK if kernel.is_complex() else dK.real).reshape(kernel.shape[1:])
+        gradient[group] = dK.real.reshape(kernel.shape[1:])
         return _back(torch.maximum(value, s.double()), e), gradient
 
 
@@ -364,18 +363,16 @@ def _back(value: Tensor, e: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def grid_frequencies(sizes: tuple[int, ...], real: bool) -> Tensor:
-    """The points 2πj/n of a grid in float64; for a real kernel one of each pair ±ω, whose symbols are conjugate.
+def grid_frequencies(sizes: tuple[int, ...]) -> Tensor:
+    """The points 2πj/n of a grid in float64, one of each pair ±ω, whose symbols are conjugate.
 
     Args:
         sizes: points per axis.
-        real: whether the kernel is real.
     """
     grid = torch.tensor(sizes)
     points = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
-    if real:
-        place = torch.tensor([math.prod(sizes[j + 1 :]) for j in range(len(sizes))])
-        points = points[(points * place).sum(1) <= ((-points % grid) * place).sum(1)]
+    place = torch.tensor([math.prod(sizes[j + 1 :]) for j in range(len(sizes))])
+    points = points[(points * place).sum(1) <= ((-points % grid) * place).sum(1)]
     return points * (2 * math.pi / grid.double())
 
 
@@ -388,9 +385,7 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
     best, where = -math.inf, 0
     for first in range(0, len(omega), per):
         part = omega[first : first + per].repeat_interleave(groups, 0)
-        G = symbol.gram(
-            torch.arange(len(part), device=part.device) % groups, part, kernel.real.dtype
-        )
+        G = symbol.gram(torch.arange(len(part), device=part.device) % groups, part, kernel.dtype)
         if iterations:
             log_s = entries_norm(G).double().log2() / 2
         else:
@@ -408,11 +403,8 @@ def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
     left = (log_s > best).nonzero()[:, 0]
     if not len(left) or best == -math.inf or left.device.type != "cpu":  # proofs run on the CPU
         return left
-    narrow = (
-        G.dtype is torch.complex64 and verification_loss(G.shape[-1], torch.complex64) <= MOST_LOSS
-    )
     tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64)
-    return left[~below(G[left], tau, dtype=torch.complex64 if narrow else torch.complex128)]
+    return left[~below(G[left], tau)]
 
 
 def _square(

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.norms.cholesky import below, expected_loss, lanczos, perturb, random_start
+from equipoise.norms.cholesky import below, expected_loss, lanczos, random_start
+from equipoise.norms.gram import entries_norm
 from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together
@@ -55,20 +56,16 @@ class Cells:
 
 @dataclass(frozen=True)
 class SymbolBound:
-    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`.
-
-    `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
-    """
+    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`."""
 
     upper: float
     group: int
     omega: Tensor
     proved: bool
-    vector: Tensor | None = None
 
 
 def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
-    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group.
+    """All points `2πj/n` of a grid, half of them by symmetry, for every group.
 
     As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
     are kept, need the planes that are their own mirror image whole.
@@ -78,11 +75,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         sizes: points per axis.
         points: whether the cells are points.
     """
-    dims, real = len(sizes), not symbol.kernel.is_complex()
-    counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]
+    dims = len(sizes)
+    counts = [sizes[0] // 2 + 1, *sizes[1:]]
     index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
     grid = torch.tensor(sizes)
-    if real and points:
+    if points:
         mirrored = (-index) % grid
         place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
         index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
@@ -112,7 +109,6 @@ class Search:
         self.best = 0.0  # largest ‖E‖₂² met, an estimate that only steers
         self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
-        self.vector: Tensor | None = None
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
     def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
@@ -124,7 +120,7 @@ class Search:
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
             before = self.best
             if len(cells) > 12:
-                self._probe(_split(self._here(step), real=False))
+                self._probe(_split(self._here(step), halved=False))
             if self.best <= before * (1 + self.tol / 4):
                 break
         return self._finish(cells)
@@ -142,7 +138,7 @@ class Search:
         ]
         omega = torch.tensor(points, dtype=torch.float64)
         groups = torch.full((len(points),), self.where[0])
-        best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes))).max(0)
         return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
     def over_all(self) -> SymbolBound:
@@ -161,9 +157,7 @@ class Search:
             if not len(left) or not any(left.half):
                 return self._finish(left)
             # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
-            children = _split(
-                left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2
-            )
+            children = _split(left, True, 3 if len(left) <= 12 else 2)
             if self.evaluated + len(children) > self.budget:
                 return self._finish(left, proved=False)
             cells = children
@@ -202,11 +196,6 @@ class Search:
         width = 1 if self.proof_dtype is torch.complex64 else 2
         return rows.split(max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
 
-    def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
-        if value > self.best:
-            self.best, self.where, self.vector = value, (group, omega.clone()), v.clone()
-        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
-
     def _threshold(self, cells: Cells) -> Tensor:
         """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
@@ -222,17 +211,11 @@ class Search:
 
     def _scout(self, cells: Cells) -> None:
         """Raise the best value at the cells with the largest Gram matrices."""
-        sizes = self._sizes(cells)
-        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
-
-    def _sizes(self, cells: Cells) -> Tensor:
-        """Bounds of the Frobenius norms of the Gram matrices."""
-        if self.symbol.correlations is not None:
-            return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        return torch.cat(
-            [self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks]
+        sizes = torch.cat(
+            [entries_norm(self.symbol.gram(x.groups, x.omega, self.dtype)) for x in chunks]
         )
+        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
@@ -241,49 +224,42 @@ class Search:
     def _climb(self, half: tuple[float, ...]) -> None:
         """Raise the best value by looking around it at finer and finer scales."""
         for _ in range(5):
-            around = _split(self._here(half), real=False)
+            around = _split(self._here(half), halved=False)
             self._probe(around)
             half = around.half
 
     def _probe(self, cells: Cells) -> None:
         """Raise the best value by the values at the given centres."""
-        value, v = self._values(cells)
-        i = int(value.argmax())
-        self._raise(
-            float(value[i]) * (1 - min(1e-6, self.tol / 8)),
-            int(cells.groups[i]),
-            cells.omega[i],
-            v[i],
-        )
+        values = self._values(cells)
+        i = int(values.argmax())
+        value = float(values[i]) * (1 - min(1e-6, self.tol / 8))
+        if value > self.best:
+            self.best, self.where = value, (int(cells.groups[i]), cells.omega[i].clone())
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
 
-    def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
+    def _values(self, cells: Cells) -> Tensor:
+        """‖E‖₂² at the given centres (few of them): estimates that only steer."""
         G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
-            return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
-        value, v = (
-            _powers(G, 8)
-            if self.vector is None
-            else _powers(G, 4, perturb(self.vector.to(G.dtype)))
-        )
-        for i in value.topk(min(2, len(value))).indices:
-            v[i] = lanczos(G[i].matmul, v[i], steps=20, converged=self.tol / 64)
-            value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
-        return value, v
+            return torch.linalg.eigvalsh(G)[:, -1]
+        values = _powers(G, 8)
+        for i in values.topk(min(2, len(values))).indices:
+            v = lanczos(G[i].matmul, random_start(self.c, G), steps=32, converged=self.tol / 64)
+            values[i] = torch.linalg.vector_norm(G[i] @ v) / torch.linalg.vector_norm(v)
+        return values
 
     def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the others are returned."""
         self.evaluated += len(cells)
         tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
-        large = (self._sizes(cells) > tau).nonzero()[:, 0]
-        left, scores = [large[:0]], [tau[:0]]
-        for rows in self._chunks(large):
+        left, scores = [cells.index[:0]], [tau[:0]]
+        for rows in self._chunks(cells.index):
             part, limit = cells.take(rows), tau[rows]
             G = self.symbol.gram(part.groups, part.omega, self.dtype)
             open_ = ~below(G, limit, dtype=self.proof_dtype)
             if bool(open_.any()):
                 left.append(rows[open_])
-                scores.append(_powers(G[open_])[0])
+                scores.append(_powers(G[open_]))
         index = torch.cat(left)
         if len(index):  # a centre that could not be proved may be higher than the best value so far
             top = torch.cat(scores).topk(min(12, len(index))).indices
@@ -312,29 +288,30 @@ class Search:
             stubborn = 0 if self.target > before else stubborn + 1
         reached = 0 < self.target <= deflate(self.enough * self.enough)
         upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], proved, self.vector)
+        return SymbolBound(upper, self.where[0], self.where[1], proved)
 
 
-def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rough values of `λ_max(G)` of Hermitian matrices and their vectors, by a few power steps: they only rank."""
-    first = random_start(G.shape[-1], G) if start is None else start.conj()
-    P = first.expand(len(G), 1, -1)  # rows: batched products like them better
+def _powers(G: Tensor, steps: int = 4) -> Tensor:
+    """Rough values of `λ_max(G)` of Hermitian matrices, by a few power steps: they only rank."""
+    P = random_start(G.shape[-1], G).expand(
+        len(G), 1, -1
+    )  # rows: batched products like them better
     value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
     for _ in range(steps):
         P = P @ G
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
-    return value.double(), P[:, 0].conj().resolve_conj()
+    return value.double()
 
 
-def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
-    """Two or three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
+def _split(cells: Cells, halved: bool, parts: int = 3) -> Cells:
+    """Two or three children along every axis with a width; only one of each pair ±ω where they are `halved`."""
     places = [(2 * i + 1) / parts - 1 for i in range(parts)]
     steps = [[x * h for x in places] if h else [0.0] for h in cells.half]
     moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64)
     omega = (cells.omega[:, None] + moves).flatten(0, 1)
     groups = cells.groups.repeat_interleave(len(moves))
-    if real:
+    if halved:
         keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
         omega, groups = omega[keep], groups[keep]
     slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap

@@ -17,24 +17,9 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import (
-    deflate,
-    frobenius,
-    gamma,
-    inflate,
-    require_finite,
-    working_dtype,
-)
-from equipoise.norms.cholesky import (
-    cholesky_bracket,
-    is_below,
-    lanczos,
-    random_start,
-    syrk,
-    syrk_error,
-)
-from equipoise.norms.deflation import Change
-from equipoise.norms.tracking import Proof, TrackedNorm
+from equipoise.core.precision import gamma, inflate
+from equipoise.norms.cholesky import bracket_of_gram, cholesky_bracket, syrk, syrk_error
+from equipoise.norms.tracking import TrackedNorm, frobenius_norm
 
 #: entries must be smaller: sums of their squares are finite then
 LARGEST = 1e150
@@ -129,34 +114,14 @@ class Shards:
             dist.reduce(G, root, group=self.group)
             if dist.get_rank() == root:
                 error = inflate(inflate(error) + gamma(count + 4, torch.float64) * norms * 1.01)
-                ends[0], ends[1] = gram_ends(G.cpu(), error, inflate(total), rtol)
+                upper = inflate(math.sqrt(error))
+                if bool(G.any()):
+                    result = bracket_of_gram(G.cpu(), error, inflate(total), rtol)
+                    assert result is not None
+                    ends[0], upper, _ = result
+                ends[1] = upper
         dist.broadcast(ends, root, group=self.group)
         return ends
-
-
-def gram_ends(G: Tensor, error: float, total: float, rtol: float) -> tuple[float, float]:
-    """`(lower, upper)` of σ₁ from its Gram matrix alone.
-
-    Args:
-        G: the Gram matrix in float64, off by at most `error` in norm.
-        error: see above.
-        total: at least the square of the Frobenius norm.
-        rtol: relative gap to reach.
-    """
-    require_finite(G, "Gram matrix of a sharded weight")
-    if not bool(G.any()):
-        return 0.0, inflate(math.sqrt(error))
-    n = len(G)
-    v = lanczos(G.matmul, random_start(n, G), 200, rtol / 50)
-    quotient = float(v @ (G @ v)) / float(v @ v)
-    rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
-    lower = deflate(math.sqrt(max(0.0, quotient - rounding - error)))
-    slack = 0.9 * rtol
-    while True:
-        tau = inflate(max(lower**2, error) * (1 + slack) ** 2)
-        if tau >= total or is_below(G, tau, error):
-            return lower, inflate(math.sqrt(inflate(min(tau, total))))
-        slack *= 2
 
 
 class TrackedShards(TrackedNorm):
@@ -171,38 +136,18 @@ class TrackedShards(TrackedNorm):
         super().__init__()
         self.shards, self.owner = Shards(W), owner
 
-    def _prepared(self, W: Tensor, what: str) -> Tensor:
-        return W.detach().to(working_dtype(W.dtype))
-
     def _require_finite(self, A: Tensor, what: str) -> None:
         self.shards.require_finite(A, what)
 
-    def _extent(self, A: Tensor, size: float | None = None) -> tuple[float, int]:
-        if size is None:
-            own = float(frobenius(A)) if A.numel() else 0.0
-            size = inflate(math.sqrt(inflate(self.shards.sums(own**2)[0])))
-        return size, math.prod(self.shards.shape)
+    def _size(self, A: Tensor) -> float:
+        own = frobenius_norm(A) if A.numel() else 0.0
+        return inflate(math.sqrt(inflate(self.shards.sums(own**2)[0])))
 
-    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float, float, Change]:
-        own = super()._carried(A, proof) if A.numel() else (0.0, 0.0, 0.0, Change(A, 0.0, 0.0))
-        size, change = own[2], own[3]
-        distance = inflate(change.size + change.rounding)
-        squares, sizes = self.shards.sums(distance**2, size**2)
-        distance = inflate(math.sqrt(inflate(squares)))
-        lower = max(0.0, deflate(self.kappa * proof.lower) - distance)
-        upper = inflate(inflate(self.kappa * proof.upper) + distance)
-        return lower, upper, inflate(math.sqrt(inflate(sizes))), change
+    def _count(self, A: Tensor) -> int:
+        return math.prod(self.shards.shape)
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        lower, upper = self.shards.bracket(A, min(rtol, 1e-3), self.owner)
-        self.proof = Proof(A.clone(), lower, upper, (min(rtol, 1e-3),))
-        return lower, upper
-
-    def _holds(self, claim: Proof) -> bool:
-        if len(claim.settings) != 1:
-            raise InputError("a stored proof of a sharded weight has one setting, its tolerance")
-        lower, upper = self.shards.bracket(claim.S, claim.settings[0], self.owner)
-        return lower >= claim.lower and upper <= claim.upper
+        return self.shards.bracket(A, min(rtol, 1e-3), self.owner)
 
 
 def sharded_norm(W: Any, rtol: float) -> Bracket:

@@ -108,27 +108,22 @@ def _matrix_bracket(
         raise InputError(f"expected matrices of shape (..., m, n), got shape {tuple(W.shape)}")
     if method == "cholesky" and W.dim() > 2:
         raise InputError("method='cholesky' takes one matrix; use 'auto' or 'gram' for a batch")
-    if dtype is torch.float32 and method != "cholesky":
-        normal, e = scaled(W)
-        narrow = normal.to(working_dtype(W.dtype, dtype))
-        low, high, v = gram_bracket(narrow, rtol)
-        lost = torch.zeros(())
-        if narrow.dtype is not W.dtype:  # ‖W − W.to(float32)‖_F
-            tiny = W.shape[-1] * W.shape[-2] * torch.finfo(narrow.dtype).tiny
-            lost = inflate(2 * unit_roundoff(narrow.dtype) * frobenius(normal)) + 2 * tiny
-        low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(inflate(high + lost), e)
-        used = "gram, float32"
-    elif method == "gram":
-        low, high, v = gram_bracket(wide(W), rtol)
-        used = "gram"
-    elif method == "cholesky":
+    narrow = working_dtype(W.dtype, dtype or torch.float64)
+    used: str = method
+    if method == "cholesky":
         lower, upper, v = cholesky_bracket(W, rtol)
         low, high = torch.tensor([lower, upper], dtype=torch.float64)
-        used = "cholesky"
+    elif dtype is torch.float32 and W.dtype is not narrow:
+        normal, e = scaled(W)
+        low, high, v = gram_bracket(normal.to(narrow), rtol)
+        tiny = W.shape[-1] * W.shape[-2] * torch.finfo(narrow).tiny
+        lost = inflate(2 * unit_roundoff(narrow) * frobenius(normal)) + 2 * tiny  # by the cast
+        low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(inflate(high + lost), e)
+        used = "gram, float32"
+    elif method == "gram" or dtype is torch.float32:
+        low, high, v = gram_bracket(W.to(narrow), rtol)
     else:
-        working_dtype(W.dtype, dtype)
         low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)
-        used = "auto"
     # a norm beyond all floats is still a number
     low = low.clamp_max(torch.finfo(torch.float64).max)
     # rounded among the smallest

@@ -15,8 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff, working_dtype
-from equipoise.norms.gram import adjoint, wide
+from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff
 
 
 def tap_positions(lengths: tuple[int, ...]) -> Tensor:
@@ -58,7 +57,7 @@ def autocorrelation(kernel: Tensor) -> Tensor:
         count = (last - abs(b[-1])) * m
         left = left.narrow(-2, max(0, -b[-1]) * m, count).reshape(groups, -1, c)
         right = right.narrow(-2, max(0, b[-1]) * m, count).reshape(groups, -1, c)
-        result.append(adjoint(left) @ right)
+        result.append(left.mT @ right)
     return torch.stack(result, 1)
 
 
@@ -90,8 +89,7 @@ def symbol_energy(kernel: Tensor) -> Tensor:
     True
     """
     sizes = kernel.shape[3:]
-    real = kernel.abs() if kernel.is_complex() else kernel  # |E(ω)| ≤ Σ|K_a|, entry by entry
-    taps = real.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
+    taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
     if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
         taps = taps.double()
     products = (taps @ taps.mT).double()
@@ -112,7 +110,7 @@ def symbol_energy(kernel: Tensor) -> Tensor:
 
 @dataclass
 class Symbol:
-    """Frequency view of `kernel (g, m, c, *lengths)` in float64 or complex128 with c ≤ m.
+    """Frequency view of `kernel (g, m, c, *lengths)` in float64 with c ≤ m.
 
     `gram(groups, omega, dtype)` gives `E*E`, and `gram_error(dtype)` bounds the spectral norm of what it misses, for every
     frequency.
@@ -124,7 +122,6 @@ class Symbol:
     correlations: Tensor | None
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
     _split: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-    _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
@@ -134,11 +131,10 @@ class Symbol:
             kernel: `(g, co, ci, *lengths)`.
             frequencies: roughly at how many of them every group will be evaluated.
         """
-        kernel = wide(kernel)
+        kernel = kernel.double()
         swapped = kernel.shape[1] < kernel.shape[2]
         if swapped:  # same norm at every frequency
-            kernel = adjoint(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
-            kernel = kernel.flip(tuple(range(3, kernel.dim())))
+            kernel = kernel.transpose(1, 2).flip(tuple(range(3, kernel.dim())))
         offsets = torch.tensor(
             half_lattice(tuple(kernel.shape[3:])), dtype=torch.float64, device=kernel.device
         )
@@ -194,15 +190,8 @@ class Symbol:
         angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         taps = self.kernel.flatten(3).movedim(3, 1).flatten(2)  # (g, taps, m·c)
-        re, im = (
-            _combine(wave, taps.real.to(dtype), groups).reshape(-1, m, c) for wave in (cos, -sin)
-        )
-        if not taps.is_complex():
-            return re, im
-        from_im, from_re = (
-            _combine(wave, taps.imag.to(dtype), groups).reshape(-1, m, c) for wave in (cos, sin)
-        )
-        return re + from_re, im + from_im
+        re, im = (_combine(wave, taps.to(dtype), groups).reshape(-1, m, c) for wave in (cos, -sin))
+        return re, im
 
     @property
     def bytes_per_frequency(self) -> int:
@@ -230,28 +219,6 @@ class Symbol:
             for w, part in zip(weights, self._coefficients(dtype), strict=True)
         )
         return torch.complex(X, Y).reshape(-1, c, c)
-
-    def gram_sizes(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`.
-
-        Each inner product of coefficients of length c² is off by at most γ times the product of their lengths.
-
-        Args:
-            groups: one group per row `(F,)`.
-            omega: one frequency per row `(F, dims)`.
-            dtype: float32 or float64.
-        """
-        if self.correlations is None:
-            return frobenius(self.gram(groups, omega, dtype))
-        c = self.kernel.shape[2]
-        total = torch.zeros(len(omega), dtype=torch.float64, device=omega.device)
-        for w, inner in zip(self._weights(omega), self._inner_products(dtype), strict=True):
-            lengths = inflate(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
-            form = (_combine(w, inner, groups) * w).sum(-1)
-            spread = _combine(w.abs(), lengths[..., None], groups)[:, 0].square()
-            slack = 2 * gamma(c + 8, dtype) + gamma(2 * c + 4 * inner.shape[-1] + 16, torch.float64)
-            total += inflate((form + 4 * (slack + self.phase_error()) * spread).clamp_min(0))
-        return inflate(total.sqrt()) + c * float(torch.finfo(dtype).tiny) ** 0.5
 
     def gram_error(self, dtype: torch.dtype) -> Tensor:
         """Bound per group on `‖E*E(ω) − gram‖₂`, over all frequencies."""
@@ -289,43 +256,21 @@ class Symbol:
     def _weights(self, omega: Tensor) -> tuple[Tensor, Tensor]:
         """What the coefficients of the real and of the imaginary part are multiplied by."""
         angle = omega @ self.offsets.mT  # (F, B)
-        cos, sin = angle.cos(), angle.sin()
-        if not self.kernel.is_complex():
-            return cos, sin
-        both = torch.cat([cos, sin], 1)
-        return both, both
+        return angle.cos(), angle.sin()
 
     def _coefficients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Coefficients `(g, B, c²)` of the real and the imaginary part. With `C_b = P + iQ` and θ = b·ω:
+        """Coefficients `(g, B, c²)` of the real and the imaginary part. With θ = b·ω:
 
-        `Re E*E = Σ (P + Pᵀ) cos θ + (Q + Qᵀ) sin θ`, `Im E*E = Σ (Pᵀ − P) sin θ + (Q − Qᵀ) cos θ`.
+        `Re E*E = Σ (C_b + C_bᵀ) cos θ`, `Im E*E = Σ (C_bᵀ − C_b) sin θ`.
         """
         assert self.correlations is not None
         if dtype in self._split:
             return self._split[dtype]
-        C = self.correlations.to(working_dtype(self.correlations.dtype, dtype))
-        P = C.real if C.is_complex() else C
-        even, odd = P + P.mT, P.mT - P
-        even[:, 0] = P[:, 0]  # the offset 0 stands once, not twice
-        if C.is_complex():
-            Q = C.imag
-            mixed, skew = Q + Q.mT, Q - Q.mT
-            mixed[:, 0], skew[:, 0] = 0, Q[:, 0]
-            even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
+        C = self.correlations.to(dtype)
+        even, odd = C + C.mT, C.mT - C
+        even[:, 0] = C[:, 0]  # the offset 0 stands once, not twice
         self._split[dtype] = (even.flatten(2), odd.flatten(2))
         return self._split[dtype]
-
-    def _inner_products(self, dtype: torch.dtype) -> list[Tensor]:
-        """`(g, B, B)`: inner products of the coefficients of the real and of the imaginary part.
-
-        They are summed over rows of c numbers in `dtype`, and over the rows in float64.
-        """
-        if dtype not in self._inner:
-            c = self.kernel.shape[2]
-            # (g, c, B, c)
-            rows = (part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype))
-            self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
-        return self._inner[dtype]
 
 
 def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:

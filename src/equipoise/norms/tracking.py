@@ -15,11 +15,9 @@ certificate.
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,51 +34,31 @@ from equipoise.core.precision import (
     working_dtype,
 )
 from equipoise.maps.geometry import circular_lattice, padding_norm
-from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
+from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import (
-    cholesky_bracket,
-    is_below,
-    lanczos,
-    perturb,
-    random_start,
-    syrk,
-    syrk_error,
-)
+from equipoise.norms.cholesky import cholesky_bracket, perturb, syrk, syrk_error
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.deflation import (
-    DIRECTIONS,
-    Change,
-    deflated_bracket,
-    first_directions,
-    prove_rest,
-    rest_is_below,
-)
-from equipoise.norms.gram import rayleigh_lower, small_side
+from equipoise.norms.deflation import deflated_bracket, first_directions, prove_rest
+from equipoise.norms.gram import small_side
 from equipoise.norms.symbol import symbol_energy
 
+#: `W − κS` as computed, and a bound of its Frobenius norm, rounding included
+Change = tuple[Tensor, float]
 
-@dataclass(frozen=True)
-class Proof:
-    """`lower ≤ ‖S‖ ≤ upper`, proved at the weight S. `settings` are what the proof was made with.
 
-    For a matrix they are ρ of `SᵀS ⪯ ρ²·I + TᵀT` (`norms.deflation`).
-    """
+class Proof(NamedTuple):
+    """`lower ≤ ‖S‖ ≤ upper`, proved at the weight S, whose Frobenius norm is at most `size`, with these settings."""
 
     S: Tensor
     lower: float
     upper: float
-    settings: tuple[float, ...] = ()
-    T: Tensor | None = None
-
-    @cached_property
-    def size(self) -> float:
-        """`‖S‖_F`, rounded up."""
-        return _size(self.S)
+    size: float
+    enough: float
+    rtol: float
 
 
 class TrackedNorm:
-    """What a matrix and a convolution have in common: the ladder of two bounds, and storing the proof."""
+    """What a matrix and a convolution have in common: the ladder of bounds, and storing the proof."""
 
     def __init__(self) -> None:
         self.proof: Proof | None = None
@@ -89,6 +67,7 @@ class TrackedNorm:
         #: of the last weight: both ends, and a bound of its Frobenius norm
         self.last = (0.0, math.inf, math.inf)
 
+    @torch.no_grad()
     def bracket(
         self,
         W: Tensor,
@@ -108,29 +87,24 @@ class TrackedNorm:
             what: how to call the weight in an error.
             renew: False allows only the carried proof, where there is one: cheap, true, and looser.
         """
-        with torch.no_grad():
-            lower, upper, size = self._ladder(self._prepared(W, what), enough, rtol, what, renew)
-        self.last = (min(lower, upper), upper, size)
-        return self.last[:2]
-
-    def _ladder(
-        self, A: Tensor, enough: float, rtol: float, what: str, renew: bool
-    ) -> tuple[float, float, float]:
-        if self.proof is not None and self._comparable(A):
-            lower, upper, size, change = self._carried(A, self.proof)
+        A = self._prepared(W, what)
+        S = None if self.proof is None else self.proof.S
+        lower, upper, size = 0.0, math.inf, math.inf
+        carried = S is not None and (S.shape, S.dtype, S.device) == (A.shape, A.dtype, A.device)
+        if carried:
+            lower, upper, size, change = self._carried(A)
             self.used["weyl"] += 1
             if not math.isfinite(upper):
                 self._require_finite(A, what)
             if upper > enough:
-                low, high = self._followed(A, self.proof, size, change, enough, rtol)
+                low, high = self._followed(A, size, change, enough)
                 lower, upper = max(lower, low), min(upper, high)
-            if not renew or upper <= enough or upper <= (1 + rtol) * lower:
-                return lower, upper, size
-        self._require_finite(A, what)
-        self.used["direct"] += 1
-        lower, upper = self._direct(A, enough, rtol)
-        self.kappa = 1.0
-        return lower, upper, self._extent(A)[0]
+        if upper > enough and upper > (1 + rtol) * lower and (renew or not carried):
+            self._require_finite(A, what)
+            self.used["direct"] += 1
+            _, lower, upper, size, _, _ = self._renew(A, enough, rtol)
+        self.last = (min(lower, upper), upper, size)
+        return self.last[:2]
 
     def scale(self, W: Tensor, factor: float) -> tuple[float, float]:
         """`W ← factor·W` in place, and both ends of its norm: every entry is rounded once.
@@ -140,98 +114,107 @@ class TrackedNorm:
             factor: a number of single precision.
         """
         W.mul_(factor)
-        self.kappa *= factor
+        self.kappa = _single(self.kappa * factor)
         lower, upper, size = (inflate(factor * x) for x in self.last)
         u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
-        rounding = inflate(u * size + math.sqrt(self._extent(W, 0.0)[1]) * tiny)
+        rounding = inflate(u * size + math.sqrt(self._count(W)) * tiny)
         lost = self._spread(rounding)
         lower = max(0.0, deflate(deflate(deflate(lower) - lost)))
         self.last = (lower, inflate(upper + lost), inflate(size + rounding))
         return self.last[:2]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What exact resuming needs, as tensors."""
+        """What exact resuming needs, as tensors: the weight of the last proof, and what it was made with."""
         if self.proof is None:
             return {}
-        p = self.proof
-        numbers = torch.tensor([self.kappa, p.lower, p.upper, *p.settings], dtype=torch.float64)
-        state = {"S": p.S.clone(), "numbers": numbers}
-        return state if p.T is None else {**state, "T": p.T.clone()}
+        numbers = [self.kappa, self.proof.enough, self.proof.rtol]
+        return {
+            "S": self.proof.S.clone(),
+            "numbers": torch.tensor(numbers, dtype=torch.float64),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state_dict`: its claims are proved again, and claims that cannot be are dropped."""
+        """Continue from `state_dict`: it holds no claims, the proof is made again."""
         self.proof, self.kappa = None, 1.0
         if "S" not in state:
             return
-        S = require_finite(state["S"], "stored weight").clone()
-        T = state.get("T")
-        kappa, lower, upper, *settings = (
-            state["numbers"].tolist() if len(state["numbers"]) >= 3 else (math.nan,) * 3
-        )
-        if not all(0 <= x < math.inf for x in (kappa, lower, upper, *settings)):
-            return
-        claim = Proof(
-            S, lower, upper, tuple(settings), None if T is None else require_finite(T).clone()
-        )
+        numbers = state["numbers"].tolist()
+        if len(numbers) != 3 or not all(0 <= x < math.inf for x in numbers) or numbers[2] == 0:
+            raise InputError(
+                f"a stored norm has the settings {numbers}: no proof is made with them"
+            )
+        kappa, enough, rtol = numbers
         with full_precision():
-            if self._holds(claim):
-                self.proof, self.kappa = claim, kappa
+            S = self._prepared(require_finite(state["S"], "stored weight"), "stored weight")
+            self._renew(S, enough, rtol)
+        self.kappa = _single(kappa)
 
-    def _comparable(self, A: Tensor) -> bool:
-        S = None if self.proof is None else self.proof.S
-        return S is not None and S.shape == A.shape and S.dtype == A.dtype and S.device == A.device
+    def _renew(self, A: Tensor, enough: float, rtol: float) -> Proof:
+        lower, upper = self._direct(A, enough, rtol)
+        self.proof = Proof(A.clone(), lower, upper, self._size(A), enough, rtol)
+        self.kappa = 1.0
+        return self.proof
 
-    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float, float, Change]:
+    def _carried(self, A: Tensor) -> tuple[float, float, float, Change]:
         """What the last proof says of A, by Weyl's inequality, a bound of `‖A‖_F`, and `A − κS`.
 
         Every entry of `A − κS` is rounded twice: by u times that of κS, and by u times that of the result.
         """
-        kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
-        difference = torch.sub(A, proof.S, alpha=kappa, out=_scratch(A))
-        d = _size(difference)
+        assert self.proof is not None
+        kappa, proof = self.kappa, self.proof
+        difference = torch.sub(A, proof.S, alpha=kappa)
+        d = self._size(difference)
         s = inflate(kappa * proof.size)
         u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
-        rounding = inflate(2 * u * (s + d) + 4 * math.sqrt(A.numel()) * tiny)
+        rounding = inflate(2 * u * (s + d) + 4 * math.sqrt(self._count(A)) * tiny)
         distance = inflate(self._distance(difference, d) + self._spread(rounding))
         lower = max(0.0, deflate(kappa * proof.lower) - distance)
         upper = inflate(inflate(kappa * proof.upper) + distance)
-        return lower, upper, inflate(s + d + rounding), Change(difference, d, rounding)
+        return lower, upper, inflate(s + d + rounding), (difference, inflate(d + rounding))
 
     def _require_finite(self, A: Tensor, what: str) -> None:
         require_finite(A, what)
 
-    def _extent(self, A: Tensor, size: float | None = None) -> tuple[float, int]:
-        """`‖A‖_F`, unless it is given, and the number of entries."""
-        return _size(A) if size is None else size, A.numel()
+    def _size(self, A: Tensor) -> float:
+        """`‖A‖_F`, rounded up."""
+        return frobenius_norm(A)
+
+    def _count(self, A: Tensor) -> int:
+        """The number of entries."""
+        return A.numel()
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
-        raise NotImplementedError
+        """The numbers that are computed with."""
+        if W.is_complex():
+            raise InputError(f"expected real numbers, got {what} in {W.dtype}")
+        return W.detach().to(working_dtype(W.dtype))
 
     def _distance(self, difference: Tensor, size: float) -> float:
         """An upper bound of the norm of a difference of weights, whose Frobenius norm is at most `size`."""
-        return self._spread(size)
+        return size
 
     def _spread(self, size: float) -> float:
         """The largest norm of the map of a weight whose Frobenius norm is at most `size`."""
         return size
 
     def _followed(
-        self, A: Tensor, proof: Proof, size: float, change: Change, enough: float, rtol: float
+        self, A: Tensor, size: float, change: Change, enough: float
     ) -> tuple[float, float]:
         """A tighter bracket of the norm of A, from directions that are followed."""
         return 0.0, math.inf
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        """A new proof at A."""
-        raise NotImplementedError
-
-    def _holds(self, claim: Proof) -> bool:
-        """Whether everything a stored proof claims can be proved again."""
+        """Both ends, proved at A."""
         raise NotImplementedError
 
 
-def _size(A: Tensor) -> float:
+def _single(x: float) -> float:
+    """The nearest number of single precision: products with it are rounded once."""
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+def frobenius_norm(A: Tensor) -> float:
     """`‖A‖_F`, rounded up; like `frobenius`, with fewer operations, and summed along memory, which is several times faster."""
     rows = A.mT if A.dim() == 2 and A.mT.is_contiguous() else A.reshape(len(A), -1)
     norm = float(torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1).double()))
@@ -239,22 +222,6 @@ def _size(A: Tensor) -> float:
         return 0.0
     slack = (1 + gamma(rows.shape[1] + 8, A.dtype)) * (1 + gamma(len(rows) + 8, torch.float64))
     return inflate(norm * slack) + math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
-
-
-_SCRATCH = threading.local()
-
-
-def _scratch(like: Tensor) -> Tensor:
-    """Memory for a tensor of this shape, the same for all weights: fresh memory costs more than the difference put there."""
-    kind = f"{like.device} {like.dtype}"
-    buffer = getattr(_SCRATCH, kind, None)
-    if buffer is None or buffer.numel() < like.numel():
-        buffer = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-        setattr(_SCRATCH, kind, buffer)
-    flat = buffer[: like.numel()]
-    if like.dim() == 2 and like.mT.is_contiguous():
-        return flat.view(like.mT.shape).mT
-    return flat.view(like.shape)
 
 
 class TrackedMatrix(TrackedNorm):
@@ -269,89 +236,61 @@ class TrackedMatrix(TrackedNorm):
     True
     """
 
-    #: directions that are followed, as rows
-    Q: Tensor
+    def __init__(self) -> None:
+        super().__init__()
+        #: directions that are followed, as rows: now, and those that the last proof started from
+        self.Q = self.start = torch.empty(0, 0)
+        #: `SᵀS ⪯ rest²·I + TᵀT` (`norms.deflation`)
+        self.T, self.rest = self.Q, math.inf
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
-        if W.dim() != 2 or W.is_complex():
-            raise InputError(
-                f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}"
-            )
-        A = W.detach().to(working_dtype(W.dtype))
+        if W.dim() != 2:
+            raise InputError(f"expected a matrix, got {what} of shape {tuple(W.shape)}")
+        A = super()._prepared(W, what)
         return small_side(A) if A.numel() else require_finite(A, what)
 
     def _followed(
-        self, A: Tensor, proof: Proof, size: float, change: Change, enough: float, rtol: float
+        self, A: Tensor, size: float, change: Change, enough: float
     ) -> tuple[float, float]:
-        assert proof.T is not None
-        T, rest = self.kappa * proof.T, inflate(self.kappa * proof.settings[0])
-        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough, rtol)
+        T, rest = self.kappa * self.T, inflate(self.kappa * self.rest)
+        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough)
         return lower, upper
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        cpu = A.cpu()
-        if self.proof is None or not self._comparable(A):
+        if self.Q.shape[1] != A.shape[1] or self.Q.dtype != A.dtype:
             self.Q = first_directions(A)
-            lower, upper, _ = cholesky_bracket(cpu, rtol / 2, enough=enough)
-        else:
-            G = syrk(cpu, torch.float32)
-            self.proof = self._by_directions(A, G, enough, rtol)
-            if self.proof is not None:
-                return self.proof.lower, self.proof.upper
-            start = perturb(self.Q[0].cpu())
-            lower, upper, _ = cholesky_bracket(cpu, rtol / 2, start, enough, G)
-        # a margin to prove both ends again when the state is loaded
-        lower, upper = deflate(lower * (1 - 1e-6)), inflate(upper * (1 + 1e-9))
-        T = self.Q.new_zeros(1, A.shape[1], dtype=torch.float64)
-        self.proof = Proof(A.clone(), lower, upper, (upper,), T)
-        return lower, upper
-
-    def _by_directions(self, A: Tensor, G: Tensor, enough: float, rtol: float) -> Proof | None:
-        """A proof by the directions that are followed; None where there are too few, or it would be too loose."""
-        if A.shape[1] < 4 * DIRECTIONS:
-            return None
-        rest = prove_rest(G, syrk_error(A, G)[0], self.Q.cpu())
-        if rest is None:
-            return None
-        Q, T, rho = rest
-        self.Q, T = Q.to(A), T.to(A.device)
-        lower, upper, self.Q = deflated_bracket(A, _size(A), self.Q, T, rho)
-        if upper > enough and upper > (1 + rtol) * lower:
-            return None
-        # a margin to prove the lower end again when the state is loaded
-        return Proof(A.clone(), lower * (1 - 1e-6), upper, (rho,), T)
-
-    def _holds(self, claim: Proof) -> bool:
-        S, T = claim.S, claim.T
-        if S.dim() != 2 or T is None or T.shape[1:] != S.shape[1:] or S.shape[0] < S.shape[1]:
-            raise InputError(
-                f"a stored weight of shape {tuple(S.shape)} and its directions do not belong together"
+        self.start = self.Q
+        cpu = A.cpu()
+        G = syrk(cpu, torch.float32)
+        proved = prove_rest(G, syrk_error(cpu, G)[0], self.Q.cpu())
+        if proved is not None:
+            Q, T, self.rest = proved
+            self.T = T.to(A.device)
+            lower, upper, self.Q = deflated_bracket(
+                A, frobenius_norm(A), Q.to(A), self.T, self.rest
             )
-        A = S.double().cpu()
-        v = lanczos(lambda x: A.mT @ (A @ x), random_start(A.shape[1], A), 200, 1e-12)
-        G = syrk(A)
-        error, _ = syrk_error(A, G)
-        rest = deflate(claim.settings[0])
-        return (
-            float(rayleigh_lower(A, v)) >= claim.lower
-            and is_below(G, deflate(claim.upper**2), error)
-            and rest_is_below(G, error, T.double().cpu(), deflate(rest**2))
-        )
+            if upper <= max(enough, (1 + rtol) * lower):
+                return lower, upper
+        start = perturb(self.Q[0].cpu())
+        lower, upper, _ = cholesky_bracket(cpu, rtol / 2, start, enough, G)
+        self.T, self.rest = self.Q.new_zeros(1, A.shape[1], dtype=torch.float64), upper
+        return lower, upper
 
     def state_dict(self) -> dict[str, Tensor]:
         """What exact resuming needs, the directions that are followed included."""
         state = super().state_dict()
-        return {**state, "Q": self.Q.clone()} if state else state
+        return {**state, "Q": self.Q.clone(), "start": self.start.clone()} if state else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`; directions are not trusted, bounds only get looser by wrong ones."""
+        if "S" in state:
+            like = first_directions(self._prepared(state["S"], "stored weight"))
+            Q, self.Q = (state.get(key, like[:0]).to(like) for key in ("Q", "start"))
+            if not Q.shape == self.Q.shape == like.shape:
+                raise InputError("the stored directions do not fit the stored weight")
+            require_finite(Q + self.Q, "stored directions")
         super().load_state_dict(state)
-        if self.proof is None:
-            return
-        Q, n = state.get("Q"), self.proof.S.shape[1]
-        if Q is None or Q.dim() != 2 or Q.shape[1] != n or Q.dtype != self.proof.S.dtype:
-            raise InputError(f"the stored directions do not fit a weight with {n} columns")
-        self.Q = require_finite(Q, "stored directions").clone()
+        self.Q = Q if "S" in state else self.Q
 
 
 class TrackedConvolution(TrackedNorm):
@@ -372,7 +311,11 @@ class TrackedConvolution(TrackedNorm):
         self.factor = _padding_factor(conv)
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
-        return W.detach().to(working_dtype(W.dtype))
+        if W.shape != self.conv.weight.shape:
+            raise InputError(
+                f"expected {tuple(self.conv.weight.shape)}, got {what} of shape {tuple(W.shape)}"
+            )
+        return super()._prepared(W, what)
 
     def _distance(self, difference: Tensor, size: float) -> float:
         return inflate(
@@ -385,19 +328,7 @@ class TrackedConvolution(TrackedNorm):
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         result = conv_bracket(self.conv.with_weight(A), rtol, enough)
-        lower, upper = float(result.lower), float(result.upper)
-        self.proof = Proof(A.clone(), lower, upper, (enough, rtol))
-        return lower, upper
-
-    def _holds(self, claim: Proof) -> bool:
-        if claim.S.shape != self.conv.weight.shape or len(claim.settings) != 2:
-            shapes = f"{tuple(claim.S.shape)} does not fit a layer of shape {tuple(self.conv.weight.shape)}"
-            raise InputError(f"a stored weight of shape {shapes}")
-        enough, rtol = claim.settings
-        if not 0 < rtol < 1:
-            return False
-        result = conv_bracket(self.conv.with_weight(claim.S), rtol, enough)
-        return float(result.lower) >= claim.lower and float(result.upper) <= claim.upper
+        return float(result.lower), float(result.upper)
 
 
 def _padding_factor(conv: Convolution) -> float:
@@ -407,21 +338,6 @@ def _padding_factor(conv: Convolution) -> float:
         if all(pair is not None for pair in lattices):
             return inflate(math.prod(pair[1] for pair in lattices if pair is not None))
     return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))
-
-
-def _weight_of(form: Linear) -> Tensor:
-    """The numbers a map is made of, for their dtype and device."""
-    if isinstance(form, Adjoint):
-        return _weight_of(form.conv)
-    if isinstance(form, Padding):
-        return torch.zeros(())
-    return (
-        form.matrix
-        if isinstance(form, Matrix)
-        else form.factor
-        if isinstance(form, Diagonal)
-        else form.weight
-    )
 
 
 class SingularVectors:
@@ -451,8 +367,10 @@ class SingularVectors:
     def iterate(self, steps: int) -> None:
         """`V ← orth(AᵀA V)`, `steps` times."""
         form = self.form()
-        self.V = self.V.to(_weight_of(form))
         turned = form.adjoint()
+        layer = turned if isinstance(form, Adjoint) else form
+        assert isinstance(layer, Matrix | Convolution)
+        self.V = self.V.to(layer.matrix if isinstance(layer, Matrix) else layer.weight)
         for _ in range(steps):
             V = turned.apply(form.apply(self.V))
             if bool((torch.linalg.vector_norm(V.flatten(1), dim=1) > 0).all()) and bool(

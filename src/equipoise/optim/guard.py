@@ -61,10 +61,9 @@ class Place:
 
 @dataclass
 class Guarded:
-    """One weight under guard: the places that use its memory, and all parameters of the model that overlap it."""
+    """One weight under guard, and the places that use it."""
 
     places: list[Place]
-    aliases: list[nn.Parameter]
     radius: float
     tracked: TrackedNorm
     lower: float = 0.0
@@ -83,9 +82,9 @@ class Guarded:
         return self.places[0].weight
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer writes to its memory."""
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in ids for p in self.aliases)
+        """Whether the optimizer writes to it."""
+        parameter = self.places[0].parameter
+        return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
     def current_stamp(self) -> tuple[Any, ...]:
         """What changes when the weight is written to; refused where a layer has another weight or geometry by now."""
@@ -100,8 +99,8 @@ class Guarded:
                     f"{place.name!r} has another padding, stride, dilation or groups than when the guard was made, so its "
                     "proof is about another map: make a new guard"
                 )
-        parts = [local_part(p) for p in self.aliases]
-        return tuple((p._version, p.data_ptr(), p.dtype) for p in parts)
+        part = local_part(self.places[0].parameter)
+        return part._version, part.data_ptr(), part.dtype
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -129,8 +128,8 @@ class SpectralGuard:
     its own, and Hugging Face's `Conv1D`. Embeddings (lookup tables, whose rows are not mixed) and other parameters of two or more
     dimensions are not guarded unless `parameters=` names them; one warning lists them, and so does `repr(guard)`.
 
-    Parameters on one memory (ties, `nn.Parameter(other.weight.t())`) are one weight, held at the smallest of their radii;
-    guarded weights that overlap in any other way are refused.
+    A parameter of several modules (a tie) is one weight, held at the smallest of their radii; parameters that share memory in
+    any other way are refused.
 
     Guarantee: after every `step()` of an attached optimizer, `bounds()` brackets the norm of the numbers stored in each weight,
     in floating point, for the padding, stride, groups and dilation of the layer, and every upper end is at most
@@ -316,7 +315,7 @@ class SpectralGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, after the model's own state was loaded.
 
-        Nothing in the state is trusted: what it claims is proved again, and proofs that do not hold are made anew.
+        The state holds no claims: every proof is made again, at the stored weight.
         """
         missing = [one.name for one in self.layers if f"{one.name}/restored" not in state]
         if "steps" not in state or missing:
@@ -370,22 +369,21 @@ class SpectralGuard:
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         return low or one.upper > self._limit(one)
 
+    @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
-        with torch.no_grad(), full_precision():
-            self._hold(layers)
-
-    def _hold(self, layers: list[Guarded]) -> None:
-        for one in layers:
-            self._bracket(one)
-        for attempt in range(60):
-            flags = _agreed(
-                [self._exceeds(one) for one in self.layers], self.layers[0].weight.device
-            )
-            pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
-            if not pending:
-                return
-            for one in pending:
-                self._bring_back(one, attempt)
+        """Bracket these layers, and bring back all that are too large."""
+        with full_precision():
+            for one in layers:
+                self._bracket(one)
+            for attempt in range(60):
+                flags = _agreed(
+                    [self._exceeds(one) for one in self.layers], self.layers[0].weight.device
+                )
+                pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
+                if not pending:
+                    return
+                for one in pending:
+                    self._bring_back(one, attempt)
         worst = pending[0]
         raise Refused(
             f"could not bring the norm of {worst.name!r} to {worst.radius} in {worst.weight.dtype}: "
@@ -462,8 +460,10 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
             places += _projections(f"{name}." if name else "", module)
         elif only is LINEAR_MAPS and type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
             places.append(_place(name, module))  # Hugging Face's, a matrix (in, out)
+    covered = {id(place.parameter) for place in places}
     for name, parameter in model.named_parameters():
-        if parameters is not None and parameter.dim() == 2 and name_matches(name, parameters):
+        matrix = parameter.dim() == 2 and id(parameter) not in covered
+        if parameters is not None and matrix and name_matches(name, parameters):
             owner, _, attribute = name.rpartition(".")
             places.append(_place(name, model.get_submodule(owner), attribute))
     if not places:
@@ -472,18 +472,11 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
 
 
 def _place(name: str, module: nn.Module, attribute: str = "weight", **options: Any) -> Place:
-    """A place, refused where its parameter is computed, sharded or repeats its own memory."""
+    """A place, refused where its parameter is computed, or sharded and not one matrix."""
     parameter = plain_weight(name, module, attribute)
-    if is_sharded(parameter):
-        if parameter.dim() != 2 or options.get("rows") is not None:
-            raise Refused(
-                f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
-            )
-    elif any(
-        step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)
-    ):
+    if is_sharded(parameter) and (parameter.dim() != 2 or "rows" in options):
         raise Refused(
-            f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own"
+            f"{name!r} is sharded (DTensor) and not one matrix, whose norm could be proved on its shards"
         )
     return Place(name, module, attribute, parameter, **options)
 
@@ -522,15 +515,10 @@ def _weights(
     radii: dict[str, float],
     sizes: dict[str, tuple[int, ...] | None],
 ) -> list[Guarded]:
-    """One entry per weight: matrices on the same numbers of one memory, also transposed, are one entry."""
+    """One entry per weight: places of one parameter, or of the same rows of it, are one entry."""
     groups: dict[object, list[Place]] = {}
     for place in places:
-        weight = place.weight
-        steps = sorted(
-            (step, n) for step, n in zip(weight.stride(), weight.shape, strict=True) if n > 1
-        )
-        groups.setdefault((weight.data_ptr(), weight.dtype, weight.dim(), *steps), []).append(place)
-
+        groups.setdefault((id(place.parameter), place.rows), []).append(place)
     guarded: list[Guarded] = []
     for users in groups.values():
         first = users[0]
@@ -539,6 +527,14 @@ def _weights(
             raise Refused(
                 f"{names} share one kernel: their norms may differ; leave all but one out"
             )
+        start, end = _memory(first.parameter)
+        for name, other in model.named_parameters():
+            low, high = _memory(other)
+            if other is not first.parameter and start < high and low < end:
+                raise Refused(
+                    f"the weights of {first.name!r} and {name!r} overlap in memory, so that one cannot be scaled without "
+                    "changing the other; give them memory of their own, or tie them by one parameter in both modules"
+                )
         tracked: TrackedNorm
         if first.is_convolution:
             tracked = TrackedConvolution(first.module, sizes[first.name])
@@ -546,37 +542,20 @@ def _weights(
             tracked = TrackedShards(first.parameter, owner=len(guarded))
         else:
             tracked = TrackedMatrix()
-        guarded.append(Guarded(users, [], min(radii[place.name] for place in users), tracked))
-    for i, one in enumerate(guarded):
-        for other in guarded[:i]:
-            if _overlap(one.weight, other.weight):
-                raise Refused(
-                    f"the weights of {other.name!r} and {one.name!r} overlap in memory, so that one cannot be scaled without "
-                    "changing the other; give them memory of their own, or leave one out"
-                )
-        one.aliases += [p for p in model.parameters() if _overlap(p, one.weight)]
+        guarded.append(Guarded(users, min(radii[place.name] for place in users), tracked))
     return guarded
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have memory in common."""
-    a, b = local_part(a), local_part(b)
-    if (
-        a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-        or not a.numel()
-        or not b.numel()
-    ):
-        return False
-    if a.dtype != b.dtype:
-        return True
-    touched = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool)
-    touched.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+def _memory(parameter: Tensor) -> tuple[int, int]:
+    """The addresses between which its numbers lie."""
+    part = local_part(parameter)
+    span = sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True)) + 1
+    return part.data_ptr(), part.data_ptr() + span * part.element_size() * bool(part.numel())
 
 
 def _unguarded(model: nn.Module, guarded: list[Guarded]) -> dict[str, str]:
     """Names of the parameters with two or more dimensions that are not guarded, with the kind of their module."""
-    covered = {id(p) for one in guarded for p in one.aliases}
+    covered = {id(place.parameter) for one in guarded for place in one.places}
     return {
         name: type(model.get_submodule(name.rpartition(".")[0])).__name__
         for name, parameter in model.named_parameters()

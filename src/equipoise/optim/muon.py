@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if p.grad is not None and (p.ndim == 2 or group["orthonormal"]):
-                    self._turn(p, p.grad, **group)
+                    self._turn(p, p.grad, group)
             if i in self.rest:
                 # one state for all, so that state_dict and load_state_dict are torch's own
                 self.rest[i].state = self.state
@@ -68,17 +68,8 @@ class Muon(torch.optim.Optimizer):
                 self.rest[i].step()
         return loss
 
-    def _turn(
-        self,
-        p: Tensor,
-        gradient: Tensor,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        orthonormal: bool,
-        **others: Any,
-    ) -> None:
+    def _turn(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
         average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         average.lerp_(gradient, 1 - momentum)
         W, M = p, gradient.lerp(average, momentum)
@@ -89,9 +80,9 @@ class Muon(torch.optim.Optimizer):
         for _ in range(5):
             A = M @ M.mT
             M = 3.4445 * M + (-4.7750 * A + 2.0315 * (A @ A)) @ M
-        if not orthonormal:
+        if not group["orthonormal"]:
             longer = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-            W.mul_(1 - lr * weight_decay).sub_(lr * longer * M.to(W.dtype))
+            W.mul_(1 - lr * group["weight_decay"]).sub_(lr * longer * M.to(W.dtype))
             return
         turned = W - lr * M.to(W.dtype)
         for _ in range(3):

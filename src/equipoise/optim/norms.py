@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -131,8 +131,8 @@ def _widened(bracket: Bracket, change: Tensor) -> Bracket:
     lower = (float64(bracket.lower) - lost).clamp_min(0)
     upper = inflate(float64(bracket.upper) + lost)
     if upper.dim() == 0:
-        return Bracket(float(lower), float(upper), bracket.rtol, bracket.method, bracket.note)
-    return Bracket(lower, upper, bracket.rtol, bracket.method, bracket.note)
+        return replace(bracket, lower=float(lower), upper=float(upper))
+    return replace(bracket, lower=lower, upper=upper)
 
 
 #: `eq.optim.norms(optimizer)`

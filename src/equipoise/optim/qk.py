@@ -62,8 +62,12 @@ class Projection:
         W = getattr(self.module, self.weight).detach()
         W = W.mT if type(self.module).__name__ == "Conv1D" else W
         bias = getattr(self.module, self.bias, None)
-        rows = slice(*(self.outputs or (None,)))
-        return W[rows], None if bias is None else bias.detach()[rows]
+        return W[self.rows], None if bias is None else bias.detach()[self.rows]
+
+    @property
+    def rows(self) -> slice:
+        """Where its outputs are among those of the module."""
+        return slice(*(self.outputs or (None,)))
 
 
 @dataclass(frozen=True)
@@ -94,102 +98,83 @@ class Attention:
         width = len(self.query.parts()[0]) // self.heads
         return self.scale if self.scale is not None else 1 / math.sqrt(width)
 
+    @torch.no_grad()
     def ceilings(self) -> list[float]:
         """A bound of `|q·k|·scale` per head over all inputs; infinite where the norm is unknown."""
         if self.norm is None:
             return [math.inf] * self.heads
-        with torch.no_grad(), full_precision():
-            queries, radius = _folded(self.query, self.norm, self.heads)
-            keys, _ = _folded(self.key, self.norm, self.key_heads or self.heads)
+        with full_precision():
+            queries = _folded(self.query, self.norm, self.heads)
+            keys = _folded(self.key, self.norm, self.key_heads or self.heads)
             group = self.heads // len(keys)
             return [
-                inflate(_ceiling(query, keys[h // group], radius, self.rotary) * self.factor())
+                inflate(_ceiling(query, keys[h // group], self.rotary) * self.factor())
                 for h, query in enumerate(queries)
             ]
 
 
-def _folded(
-    part: Projection, norm: nn.Module | float, heads: int
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], float]:
-    """`(A, a, |a|)` of every head in float64, with the gain and shift of the norm folded in, and a bound of ‖z‖.
+@dataclass(frozen=True)
+class Folded:
+    """`Az + a` with `‖z‖ ≤ radius`, in float64: queries or keys of one head, the gain and shift of the norm folded in.
 
-    |a| sums absolute values: the rounding of a is relative to it, since a shift and a bias may cancel.
+    `length` is at least that of every such vector, summed term by term: what rounding is relative to, since a shift and a bias
+    may cancel.
     """
+
+    A: Tensor
+    a: Tensor
+    radius: float
+    length: float
+
+
+def _folded(part: Projection, norm: Any, heads: int) -> list[Folded]:
     W, bias = part.parts()
     W = require_finite(W.double().cpu(), "weight of a projection")
     shift = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.double().cpu()
     terms = shift.abs()
     radius = norm if isinstance(norm, float | int) else inflate(math.sqrt(W.shape[1]))
-    if isinstance(norm, nn.Module):
+    if not isinstance(norm, float | int):
         if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and type(norm).__name__ not in RMS_NORMS:
             raise InputError(
                 f"a {type(norm).__name__} is not a normalisation whose gain is known; give a bound of the length of its "
                 "outputs instead, or name an nn.LayerNorm or nn.RMSNorm"
             )
-        beta = getattr(norm, "bias", None)
-        if beta is not None:
-            beta = beta.detach().double().cpu()
+        if getattr(norm, "bias", None) is not None:
+            beta = norm.bias.double().cpu()
             shift, terms = shift + W @ beta, terms + W.abs() @ beta.abs()
-        gain = getattr(norm, "weight", None)
-        if gain is not None:
-            W = W * gain.detach().double().cpu()
-    by_head = [x.unflatten(0, (heads, -1)) for x in (W, shift, terms)]
-    return list(zip(*by_head, strict=True)), float(radius)
-
-
-def _ceiling(
-    query: tuple[Tensor, Tensor, Tensor],
-    key: tuple[Tensor, Tensor, Tensor],
-    radius: float,
-    rotary: bool,
-) -> float:
-    """The ceiling of the module's header for one head, without the scale; sums of float64 are covered by a common slack."""
-    (A, a, _), (B, b, _) = query, key
-    slack = gamma(8 * (A.shape[1] + 8), torch.float64)
-    # at least ‖Az + a‖ and ‖Bz + b‖, term by term: what rounding is relative to
-    sizes = [
-        radius * float(frobenius(matrix)) + float(frobenius(terms[None]))
-        for matrix, _, terms in (query, key)
+        if norm.weight is not None:
+            W = W * norm.weight.double().cpu()
+    rows = zip(*(x.unflatten(0, (heads, -1)) for x in (W, shift, terms)), strict=True)
+    return [
+        Folded(A, a, radius, radius * float(frobenius(A)) + float(frobenius(most[None])))
+        for A, a, most in rows
     ]
-    rounding = inflate(slack * sizes[0] * sizes[1])
+
+
+def _ceiling(query: Folded, key: Folded, rotary: bool) -> float:
+    """The ceiling of the module's header for one head, without the scale; sums of float64 are covered by a common slack."""
+    A, B, radius = query.A, key.A, query.radius
+    slack = gamma(8 * (A.shape[1] + 8), torch.float64)
+    rounding = inflate(3 * slack * query.length * key.length)
     if rotary:
-        lengths = [
-            inflate(radius * float(spectral_norm(X, rtol=1e-3).upper) + float(frobenius(x[None])))
-            for X, x in ((A, a), (B, b))
-        ]
-        return inflate(inflate(lengths[0] * lengths[1]) + 3 * rounding)
-    ends = [float(torch.linalg.vector_norm(x.mT @ y)) for x, y in ((A, b), (B, a))]
-    value = radius**2 * _product_norm(A, B) + radius * sum(ends) + abs(float(a @ b))
+        q, k = (
+            radius * float(spectral_norm(part.A).upper) + float(frobenius(part.a[None]))
+            for part in (query, key)
+        )
+        return inflate(inflate(q * k) + rounding)
+    ends = float(torch.linalg.vector_norm(A.mT @ key.a) + torch.linalg.vector_norm(B.mT @ query.a))
+    value = radius**2 * _product_norm(A, B) + radius * ends + abs(float(query.a @ key.a))
     return inflate(inflate(value) + rounding)
 
 
 def _product_norm(A: Tensor, B: Tensor) -> float:
-    """A bound of `‖AᵀB‖` for wide A and B, through their triangular factors.
-
-    If `Aᵀ = Q R + E` with `‖QᵀQ − I‖ ≤ δ`, then `‖AᵀB‖ ≤ (1 + δ)‖R_A R_Bᵀ‖ + ‖E_A‖‖B‖ + ‖A‖‖E_B‖`, up to squares of roundings.
-    """
-    factors, error = [], 0.0
-    defect = 0.0
-    for X, other in ((A, B), (B, A)):
-        Q, R = torch.linalg.qr(X.mT)
-        eye = torch.eye(Q.shape[1], dtype=Q.dtype)
-        defect = max(
-            defect, float(frobenius(Q.mT @ Q - eye)) + gamma(4 * len(Q), torch.float64) * Q.shape[1]
-        )
-        lost = (
-            float(frobenius(X.mT - Q @ R))
-            + gamma(4 * len(R) + 8, torch.float64) * float(frobenius(X)) * 4
-        )
-        error += lost * float(frobenius(other))
-        factors.append(R)
-    small = factors[0] @ factors[1].mT
-    rounding = (
-        gamma(4 * len(small) + 8, torch.float64)
-        * float(frobenius(factors[0]))
-        * float(frobenius(factors[1]))
-    )
-    upper = float(spectral_norm(small, rtol=1e-4).upper) + rounding
-    return inflate(upper * (1 + 2 * defect) + 2 * error)
+    """A bound of `‖AᵀB‖` for wide A and B: `‖AᵀB‖² = ‖BᵀAAᵀB‖ ≤ ‖RB‖² + ‖AAᵀ − RᵀR‖‖B‖²` for every R, as that of `Aᵀ = QR`."""
+    R = torch.linalg.qr(A.mT, mode="r").R
+    slack = gamma(4 * sum(A.shape) + 8, torch.float64)
+    a, b = float(frobenius(A)), float(frobenius(B))
+    defect = float(frobenius(R.mT @ R - A @ A.mT)) + 4 * slack * a * a
+    inner = float(spectral_norm(R @ B, rtol=1e-4).upper) + 2 * slack * a * b
+    return inflate(math.hypot(inner, math.sqrt(defect) * b))
 
 
 class QKGuard:
@@ -240,25 +225,26 @@ class QKGuard:
         require_one_of(get_args(Rung), rung=rung)
         self.limit = require_number(limit, "limit", least=POSITIVE)
         self.rung = rung
-        self.attentions = dict(attentions or find_attentions(model, norms or {}))
+        self.attentions = dict(attentions or _read_attentions(model, norms or {}))
         if not self.attentions:
             raise InputError(
                 "the model has no attention layer that is recognised; name them in attentions="
             )
-        unknown = [name for name, layer in self.attentions.items() if layer.norm is None]
-        if rung == "weights" and unknown:
-            raise InputError(
-                f"nothing is known of the inputs of {unknown[0]!r}: name the normalisation in front of it, or a bound of "
-                f"their length, in norms={{{unknown[0]!r}: ...}}"
-            )
+        for name, layer in self.attentions.items():
+            if rung == "weights" and layer.norm is None:
+                raise InputError(
+                    f"nothing is known of the inputs of {name!r}: name the normalisation in front of it, or a bound of "
+                    f"their length, in norms={{{name!r}: ...}}"
+                )
         self.steps = 0
         self.rescaled = 0
-        self._values: dict[str, Tensor] = {}
-        self._lengths: dict[str, dict[str, Tensor]] = {}
+        #: largest numbers per head since the last step, by layer: lengths of queries and keys, or logits
+        self._largest: dict[str, dict[str, Tensor]] = {}
         self._handles: list[Any] = []
         if rung == "batch":
-            for name, layer in self.attentions.items():
-                self._watch(name, layer)
+            for name in self.attentions:
+                self._watch(name, "query")
+                self._watch(name, "key")
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -286,7 +272,7 @@ class QKGuard:
             raise InputError(
                 f"{name!r} has {layer.heads} heads, got numbers of shape {tuple(largest.shape)}"
             )
-        self._keep(self._values, name, largest)
+        self._keep(name, "logits", largest)
 
     def ceilings(self) -> dict[str, list[float]]:
         """A bound of every logit over all inputs, per layer and head, from the weights as they are now."""
@@ -296,15 +282,16 @@ class QKGuard:
         """The number that is held per layer and head: of all batches since the last step, or ceilings for `rung="weights"`."""
         if self.rung == "weights":
             return self.ceilings()
-        numbers = dict(self._values)
-        for name, lengths in self._lengths.items():
-            if len(lengths) < 2:
-                continue
+        numbers = {}
+        for name, seen in self._largest.items():
             layer = self.attentions[name]
-            keys = lengths["key"].repeat_interleave(layer.heads // len(lengths["key"]))
-            # lengths were computed in single precision or better: a share of 1e-3 covers their rounding up to 10⁴ columns
-            numbers[name] = lengths["query"] * keys * layer.factor() * (1 + 1e-3)
-        return {name: values.tolist() for name, values in numbers.items()}
+            if "logits" not in seen and len(seen) == 2:
+                keys = seen["key"].repeat_interleave(layer.heads // len(seen["key"]))
+                # lengths were computed in single precision or better: a share of 1e-3 covers their rounding up to 10⁴ columns
+                seen = {"logits": seen["query"] * keys * layer.factor() * (1 + 1e-3)}
+            if "logits" in seen:
+                numbers[name] = seen["logits"].tolist()
+        return numbers
 
     @torch.no_grad()
     def step(self) -> None:
@@ -315,8 +302,7 @@ class QKGuard:
                     raise InputError(f"the logits of head {head} of {name!r} are not finite")
                 if value > self.limit:
                     self._rescale(self.attentions[name], head, self.limit / value)
-        self._values.clear()
-        self._lengths.clear()
+        self._largest.clear()
         self.steps += 1
 
     def scalars(self) -> dict[str, float]:
@@ -332,111 +318,77 @@ class QKGuard:
 
     def _rescale(self, layer: Attention, head: int, share: float) -> None:
         self.rescaled += 1
-        shared = (layer.key_heads or layer.heads) != layer.heads
-        parts = [(layer.query, share if shared else math.sqrt(share))]
-        if not shared:
-            parts.append((layer.key, math.sqrt(share)))
-        for part, factor in parts:
-            for tensor in part.parts():
-                if tensor is not None:
-                    tensor.unflatten(0, (layer.heads, -1))[head].mul_(factor)
+        parts = [layer.query, layer.key]
+        if layer.key_heads not in (None, layer.heads):
+            parts = [layer.query]
+        for tensor in (t for part in parts for t in part.parts() if t is not None):
+            tensor.unflatten(0, (layer.heads, -1))[head].mul_(share ** (1 / len(parts)))
 
-    def _keep(self, store: dict[str, Tensor], key: str, values: Tensor) -> None:
-        values = values.detach().double().cpu()
-        store[key] = torch.maximum(store[key], values) if key in store else values
+    def _keep(self, name: str, kind: str, values: Tensor) -> None:
+        store, values = self._largest.setdefault(name, {}), values.detach().double().cpu()
+        store[kind] = torch.maximum(store.get(kind, values), values)
 
-    def _watch(self, name: str, layer: Attention) -> None:
-        """Hooks that keep the largest length of queries and keys per head."""
+    def _watch(self, name: str, kind: str) -> None:
+        """A hook that keeps the largest length of queries or keys per head."""
+        layer = self.attentions[name]
+        part: Projection = getattr(layer, kind)
+        heads = (kind == "key" and layer.key_heads) or layer.heads
 
-        def keep(kind: str, y: Tensor) -> None:
-            heads = layer.heads if kind == "query" else layer.key_heads or layer.heads
-            lengths = y.detach().float().unflatten(-1, (heads, -1)).norm(dim=-1).flatten(0, -2)
+        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
+            if isinstance(module, nn.MultiheadAttention):  # its projections are not modules
+                inputs = dict(zip(("query", "key"), args, strict=False)) | named
+                y = nn.functional.linear(inputs[kind].detach(), *part.parts())
+            else:
+                y = y.detach()[..., part.rows]
+            lengths = y.float().unflatten(-1, (heads, -1)).norm(dim=-1).flatten(0, -2)
             if len(lengths):
-                self._keep(self._lengths.setdefault(name, {}), kind, lengths.amax(0))
+                self._keep(name, kind, lengths.amax(0))
 
-        def packed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            for kind, part in (("query", layer.query), ("key", layer.key)):
-                keep(kind, nn.functional.linear(inputs[kind].detach(), *part.parts()))
-
-        if isinstance(layer.query.module, nn.MultiheadAttention):
-            self._handles.append(
-                layer.query.module.register_forward_pre_hook(packed, with_kwargs=True)
-            )
-            return
-        for kind, part in (("query", layer.query), ("key", layer.key)):
-
-            def hook(
-                module: nn.Module, _: Any, y: Tensor, kind: str = kind, part: Projection = part
-            ) -> None:
-                keep(kind, y[..., slice(*(part.outputs or (None,)))])
-
-            self._handles.append(part.module.register_forward_hook(hook))
+        self._handles.append(part.module.register_forward_hook(hook, with_kwargs=True))
 
 
-def find_attentions(
-    model: nn.Module, norms: Mapping[str, nn.Module | float] | None = None
+def _read_attentions(
+    model: nn.Module, norms: Mapping[str, nn.Module | float]
 ) -> dict[str, Attention]:
-    """Attention layers whose structure is recognised, by name.
-
-    Args:
-        model: the network.
-        norms: normalisations in front of layers, by the name of the layer, where they are not read off.
-    """
+    """Attention layers whose structure is recognised, by name, with the normalisation in front of them where it is."""
     attentions = {}
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():
-        layer = _attention(module)
-        if layer is None:
-            continue
-        parent: Any = modules.get(name.rpartition(".")[0])
-        norm = (norms or {}).get(name)
-        if norm is None:
-            norm = getattr(parent, "ln_1", None) or getattr(parent, "input_layernorm", None)
-        if norm is None and getattr(parent, "norm_first", False):
-            norm = parent.norm1
-        attentions[name] = replace(layer, norm=norm)
+        layer = _read_attention(module)
+        if layer is not None:
+            parent = modules.get(name.rpartition(".")[0])
+            first = "norm1" if getattr(parent, "norm_first", False) else ""
+            in_front = (getattr(parent, x, None) for x in ("ln_1", "input_layernorm", first))
+            norm = next((x for x in (norms.get(name), *in_front) if x is not None), None)
+            attentions[name] = replace(layer, norm=norm)
     return attentions
 
 
-def _attention(module: Any) -> Attention | None:
+def _read_attention(module: Any) -> Attention | None:
     """Projections and heads of a module of known structure; None for other modules."""
-    mha = isinstance(module, nn.MultiheadAttention)
-    if mha:
-        d = module.embed_dim
-        if module.in_proj_weight is not None:
-            query, key = (
-                Projection(module, (i * d, (i + 1) * d), "in_proj_weight", "in_proj_bias")
-                for i in range(2)
-            )
-        elif module.in_proj_bias is None:
-            query, key = (Projection(module, None, f"{x}_proj_weight") for x in "qk")
-        else:
-            return None
-        return Attention(query, key, module.num_heads)
+    packed: Any = getattr(module, "c_attn", None)
+    names = ("weight", "bias")
+    config = getattr(module, "config", None)
+    counts = [getattr(x, "num_attention_heads", None) for x in (module, config)]
+    heads = next((n for n in (*counts, getattr(module, "num_heads", None)) if n), None)
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        packed, names = module, ("in_proj_weight", "in_proj_bias")
     # products with normalised queries or with positions are another function of the weights
     relative = getattr(module, "position_embedding_type", "absolute") not in ("absolute", None)
-    if relative or hasattr(module, "q_norm") or hasattr(module, "q_attn"):
+    if relative or hasattr(module, "q_norm") or hasattr(module, "q_attn") or heads is None:
         return None
-    config = getattr(module, "config", None)
-    heads = getattr(module, "num_attention_heads", None) or getattr(
-        config, "num_attention_heads", getattr(module, "num_heads", None)
-    )
-    scale = getattr(module, "scaling", None)
+    if packed is not None:
+        d = len(Projection(packed, None, *names).parts()[0]) // 3
+        query, key = (Projection(packed, (i * d, (i + 1) * d), *names) for i in range(2))
+        plain = getattr(module, "scale_attn_weights", True)
+        return Attention(query, key, heads, scale=None if plain else 1.0)
     for q, k in (("query", "key"), ("q_proj", "k_proj")):
         first, second = getattr(module, q, None), getattr(module, k, None)
-        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and heads:
-            keys = second.out_features // (first.out_features // heads)
+        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
+            keys = second.out_features * heads // first.out_features
             # whether rotary embeddings follow is not seen: the ceiling with them holds in both cases
-            rotary = q == "q_proj"
+            rotary, scale = q == "q_proj", getattr(module, "scaling", None)
             return Attention(
-                Projection(first), Projection(second), heads, keys, rotary=rotary, scale=scale
+                Projection(first), Projection(second), heads, keys, None, rotary, scale
             )
-    packed: Any = getattr(module, "c_attn", None)
-    if isinstance(getattr(packed, "weight", None), Tensor) and heads:
-        d = packed.weight.shape[1] // 3
-        scale = None if getattr(module, "scale_attn_weights", True) else 1.0
-        return Attention(
-            Projection(packed, (0, d)), Projection(packed, (d, 2 * d)), heads, scale=scale
-        )
     return None

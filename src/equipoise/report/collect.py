@@ -1,36 +1,21 @@
-"""From run directories to the data of one report: certificates, attacks, and the audits and pictures beside them."""
+"""From run directories to the data of one report: certificates, attacks, and bounds of networks."""
 
-from __future__ import annotations
-
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import Document, NonNegative, atomic_write, parse_document, read_bounded
-from equipoise.report import audits as audit_file
-from equipoise.report.audits import Audit
-from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
+from equipoise.lipschitz.report import Report
+from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
-
-Floats = NDArray[np.float64]
-
-GALLERY = "gallery.json"
-#: pictures that one report shows at most
-PICTURES = 36
-Image = Annotated[
-    str, Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/]+={0,2}$", max_length=100_000)
-]
+from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +35,7 @@ class Series:
     results: Results
     assumption: str = ""
     data: str = ""
-    total: int | None = None
+    total: int = 0
     own: bool = True
     rivals: tuple[int, ...] = ()
     methods: tuple[str, ...] = ()
@@ -60,16 +45,7 @@ class Series:
     def inputs(self) -> str:
         """What shares are shares of: "20", or "3 of 20 so far"."""
         done = len(self.ids)
-        return (
-            str(done)
-            if self.total is None or done >= self.total
-            else f"{done} of {self.total} so far"
-        )
-
-    @property
-    def statuses(self) -> dict[str, int]:
-        """How many inputs are proved, right without a proof, wrong, abstained or failed."""
-        return dict(Counter(self.results.status))
+        return f"{done} of {self.total} so far" if done < self.total else str(done)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,45 +69,6 @@ class Attacks:
         return np.asarray(1 - within / len(distances))
 
 
-class Picture(Document):
-    """An input of the gallery with the closest adversarial example found; images are PNG data URIs."""
-
-    model: str
-    id: str
-    label: str
-    predicted: str
-    radius: NonNegative
-    procedure: str
-    image: Image
-    adversarial: Image | None = None
-    distance: NonNegative | None = None
-    answer: str = ""
-
-
-class Gallery(Document):
-    """`gallery.json`."""
-
-    pictures: tuple[Picture, ...]
-
-
-def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
-    """Write `gallery.json`, whole or not at all.
-
-    Args:
-        pictures: of one network.
-        folder: of the run.
-    """
-    document = Gallery(pictures=tuple(pictures)).model_dump(mode="json")
-    atomic_write(Path(folder) / GALLERY, json.dumps(document, ensure_ascii=False) + "\n")
-
-
-def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
-    """Read `gallery.json`; only PNG data addresses are accepted as images."""
-    return parse_document(
-        read_bounded(Path(folder) / GALLERY), Gallery, str(Path(folder) / GALLERY)
-    ).pictures
-
-
 @dataclass(frozen=True)
 class Checked:
     """How many certificates were attacked strictly inside their radius, and which broke."""
@@ -147,13 +84,12 @@ class Checked:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything one report shows."""
+    """Everything one report shows; `audits` are bounds by the name of their network, as `Report.to_dict` gives them."""
 
     title: str
     series: tuple[Series, ...] = ()
     attacks: tuple[Attacks, ...] = ()
-    audits: tuple[Audit, ...] = ()
-    gallery: tuple[Picture, ...] = ()
+    audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     runs: tuple[Mapping[str, Any], ...] = ()
     tested: Checked | None = None
     intro: str = ""
@@ -164,11 +100,8 @@ class ReportData:
     @property
     def models(self) -> tuple[str, ...]:
         """The networks, in order of appearance."""
-        return tuple(
-            dict.fromkeys(
-                p.model for group in (self.audits, self.series, self.attacks) for p in group
-            )
-        )
+        panels = [p.model for group in (self.series, self.attacks) for p in group]
+        return tuple(dict.fromkeys([*self.audits, *panels]))
 
 
 def collect(
@@ -176,21 +109,18 @@ def collect(
     *,
     title: str = "Certified robustness",
     intro: str = "",
-    alpha: float | None = None,
-    audits: Iterable[Audit] = (),
+    audits: Mapping[str, Report] | None = None,
     notes: Iterable[str] = (),
 ) -> ReportData:
     """Read run directories and certification logs into the data of one report.
 
-    Certificates are derived anew from stored counts, nothing is sampled. Every folder may hold `audit.json` and
-    `gallery.json`.
+    Certificates are derived anew from stored counts, nothing is sampled.
 
     Args:
         folders: run directories, or logs in Cohen's format (.tsv).
         title: of the page.
         intro: its first paragraph.
-        alpha: risk per input of sampled runs; default that of each run.
-        audits: further audits.
+        audits: bounds of networks, by name.
         notes: further sentences about what is not guaranteed.
     """
     paths = [Path(folder) for folder in folders]
@@ -205,9 +135,7 @@ def collect(
     titles = _titles(runs)
     series: list[Series] = []
     attacks: list[Attacks] = []
-    pictures: list[Picture] = []
     about: list[Mapping[str, Any]] = []
-    bounds = list(audits)
     remarks = list(notes)
     tried = 0
     broken: list[str] = []
@@ -226,8 +154,8 @@ def collect(
         run, model = runs[name], titles[name]
         norm = BALLS[run.settings.norm]
         panel = model if norm == "ℓ2" else f"{model}, {norm}"  # radii of two norms share no axis
-        attacks += closest(panel, name, [str(i) for i in run.ids], run.attacks())
-        for s in _series(name, panel, run, alpha):
+        attacks += closest(panel, name, run)
+        for s in _series(name, panel, run):
             series.append(s)
             count, violations = run.contradictions(s.results)
             tried += count
@@ -238,21 +166,16 @@ def collect(
                 else "suspected: `equipoise attack` confirms or withdraws it"
             )
             broken += [f"input {v.id} of {name} ({s.procedure}): {verdict}" for v in violations]
-        about.append(_about(name, model, run, alpha))
+        about.append(_about(name, model, run))
         if not run.finished:
             remarks.append(
                 f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing."
             )
-        if (path / audit_file.NAME).is_file():
-            bounds.append(audit_file.load_audit(path).model_copy(update={"model": model}))
-        if (path / GALLERY).is_file():
-            pictures += [p.model_copy(update={"model": model}) for p in load_gallery(path)]
     return ReportData(
         title,
         tuple(series),
         tuple(attacks),
-        tuple(bounds),
-        tuple(pictures[:PICTURES]),
+        {name: bound.to_dict() for name, bound in (audits or {}).items()},
         tuple(about),
         Checked(tried, tuple(broken)) if tried else None,
         intro,
@@ -263,30 +186,27 @@ def collect(
 def _titles(runs: Mapping[str, Run]) -> dict[str, str]:
     """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
     models = {name: run.manifest.model for name, run in runs.items()}
-    namesakes = Counter(
-        source for source, _ in {(model.source, model.hash) for model in models.values()}
-    )
-    titles = {}
-    for name, model in models.items():
-        start = model.hash.removeprefix("sha256:")[:8]
-        titles[name] = model.source if namesakes[model.source] == 1 else f"{model.source} ({start})"
-    return titles
+    namesakes = Counter(model.source for model in set(models.values()))
+    return {
+        name: model.source
+        if namesakes[model.source] == 1
+        else f"{model.source} ({model.hash.removeprefix('sha256:')[:8]})"
+        for name, model in models.items()
+    }
 
 
-def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, Any]:
+def _about(name: str, model: str, run: Run) -> dict[str, Any]:
     """Parameters, seeds and versions of a run."""
     manifest = run.manifest
+    facts = manifest.identity()
     return {
         "run": name,
+        **facts,
         "model": model,
-        "model hash": manifest.model.hash,
+        "model hash": facts["model"],
         "data": manifest.data.source,
-        "data fingerprint": manifest.data.fingerprint,
-        **run.settings.to_dict(),
-        **({} if alpha is None else {"alpha": alpha}),
+        "data fingerprint": facts["data"],
         "inputs": f"{len(run.rows)} of {run.total}",
-        "map": manifest.map,
-        "lipschitz": None if manifest.lipschitz is None else str(manifest.lipschitz),
         "note": manifest.note,
         "failed inputs": len(run.failures),
         "started": manifest.created,
@@ -294,39 +214,36 @@ def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, An
     }
 
 
-def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series]:
+def _series(name: str, model: str, run: Run) -> list[Series]:
     """The curve of a run's own procedure, then the plainer one that its draws give too."""
     settings = run.settings
     constant = run.manifest.lipschitz
-    ways: dict[str, dict[str, Any]] = {
-        "adaptive" if settings.adaptive else settings.procedure: {"alpha": alpha}
-    }
-    if run.kind == "proved":
-        ways = {run.results().procedure: {}}
-    elif settings.soft and constant is not None:
-        ways = {f"{settings.procedure} + Lipschitz": {"alpha": alpha}}
-        ways[settings.procedure] = {"alpha": alpha, "lipschitz": math.inf}
-    elif not settings.adaptive and not settings.soft:
-        ways.setdefault("cohen", {"alpha": alpha, "procedure": "cohen"})
-
+    own = run.results()
+    ways = {own.procedure: own}
     proved = run.kind == "proved"
+    if settings.soft and constant is not None:
+        ways = {f"{own.procedure} + Lipschitz": own}
+        ways[own.procedure] = run.results(lipschitz=math.inf)
+    elif not (proved or settings.soft or settings.adaptive or own.procedure == "cohen"):
+        ways["cohen"] = run.results(procedure="cohen")
+
     assumed = str(constant) if constant is not None and constant.assumed else ""
     return [
         Series(
             model,
             name,
             label,
-            tuple(str(i) for i in run.ids),
-            run.results(**options),
-            "" if "lipschitz" in options else assumed,
+            tuple(map(str, run.ids)),
+            results,
+            assumed if results is own else "",
             run.manifest.data.source,
             run.total,
-            own=len(options) < 2,
+            own=results is own,
             rivals=tuple(row.rival for row in run.rows) if proved else (),
             methods=tuple(row.failure or row.method for row in run.rows) if proved else (),
             norm=BALLS[settings.norm],
         )
-        for label, options in ways.items()
+        for label, results in ways.items()
     ]
 
 
@@ -345,31 +262,26 @@ def _published(name: str, path: Path) -> Series:
     return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
 
 
-def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
-    """For each kind of attack the distance of the closest misclassified point found, ∞ where none was.
+def closest(model: str, name: str, run: Run) -> list[Attacks]:
+    """The distance of the closest misclassified point found for each attacked input, ∞ where none was.
 
     Args:
         model: title of the network.
-        run: name of the run.
-        ids: of its inputs.
-        rows: stored attacks.
+        name: of the run.
+        run: with its attacks.
     """
-    attacks = []
-    stored = list(rows)
-    for kind in dict.fromkeys(row.kind for row in stored):
-        own = [row for row in stored if row.kind == kind]
-        distances: dict[str, float] = {}
-        for row in own:
-            reached = (
-                (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
-            )
-            distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
-        kept = tuple(i for i in ids if i in distances)
-        settings = {f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}" for row in own}
-        if kept:
-            distance = np.array([distances[i] for i in kept])
-            attacks.append(Attacks(model, run, kind, kept, distance, "; ".join(sorted(settings))))
-    return attacks
+    rows = run.attacks()
+    distances: dict[str, float] = {}
+    for row in rows:
+        reached = math.inf
+        if row.success:
+            reached = row.epsilon if row.distance is None else row.distance
+        distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
+    kept = tuple(str(i) for i in run.ids if str(i) in distances)
+    settings = sorted({f"{row.steps} steps, seed {row.seed}" for row in rows})
+    kind = "base" if run.kind == "proved" else "smoothed"
+    distance = np.array([distances[i] for i in kept])
+    return [Attacks(model, name, kind, kept, distance, "; ".join(settings))] if kept else []
 
 
 def as_document(data: ReportData) -> dict[str, Any]:
@@ -383,14 +295,20 @@ def as_document(data: ReportData) -> dict[str, Any]:
         }
         entry |= {
             name: getattr(r, name)
-            for name in ("sigma", "alpha", "about", "labelled", "average_radius", "status")
+            for name in (
+                "sigma",
+                "alpha",
+                "about",
+                "labelled",
+                "average_radius",
+                "status",
+                "statuses",
+            )
         }
         columns = {"label": r.labels, "prediction": r.prediction, "radius": r.radius}
         entry |= {name: column.tolist() for name, column in columns.items()}
         shares = {str(e): float(r.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
-        series.append(
-            {**entry, "inputs": len(s.ids), "statuses": s.statuses, "certified_accuracy": shares}
-        )
+        series.append({**entry, "inputs": len(s.ids), "certified_accuracy": shares})
     return {
         "title": data.title,
         "created": data.created,
@@ -401,8 +319,6 @@ def as_document(data: ReportData) -> dict[str, Any]:
             asdict(a) | {"distance": a.distance.tolist(), "inputs": len(a.ids)}
             for a in data.attacks
         ],
-        "audits": [
-            {**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits
-        ],
+        "audits": [{"model": name, **bound} for name, bound in data.audits.items()],
         "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

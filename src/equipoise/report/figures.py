@@ -9,8 +9,8 @@ import numpy as np
 
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
-from equipoise.report.audits import Audit
-from equipoise.report.collect import Attacks, Floats, Series
+from equipoise.report.collect import Attacks, Series
+from equipoise.smoothing.ramp import Floats
 
 Figure = dict[str, Any]
 
@@ -35,17 +35,11 @@ def labels(series: Sequence[Series]) -> list[str]:
     return [f"{s.procedure} ({s.run})" if several else s.procedure for s in series]
 
 
-def thinned(points: Floats, limit: int = POINTS) -> Floats:
-    """At most `limit` of the sorted distinct values, the first and the last included.
-
-    Args:
-        points: values; infinite ones are left out.
-        limit: how many are kept.
-    """
+def thinned(points: Floats) -> Floats:
+    """At most `POINTS` of the sorted distinct finite values, the first and the last included."""
     values = np.unique(points[np.isfinite(points)])
-    if len(values) <= limit:
-        return values
-    return values[np.unique(np.linspace(0, len(values) - 1, limit).round().astype(int))]
+    places = np.linspace(0, len(values) - 1, min(POINTS, len(values))).round().astype(int)
+    return values[np.unique(places)]
 
 
 def certified_curve(s: Series, end: float) -> tuple[list[float], list[float]]:
@@ -127,46 +121,24 @@ def curves(
     )
 
 
-def histogram(series: Sequence[Series], end: float, norm: str = "ℓ2", bins: int = 28) -> Figure:
-    """How many inputs have which certified radius; wrong and uncertified answers are counted at 0.
+def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
+    """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances.
 
     Args:
-        series: curves of one network.
-        end: of the axis.
-        norm: of the balls.
-        bins: of the histogram.
+        model: name of the network.
+        layers: rows of its bound, as plain data.
     """
-    edges = np.linspace(0, end, bins + 1)
-    x = np.repeat(edges, 2)[1:-1].tolist()
-    traces = []
-    for s, name, line in zip(series, labels(series), cycle(STYLES), strict=False):
-        radius = np.where(s.results.correct, np.minimum(s.results.radius, end), 0.0)
-        shares = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
-        texts = [
-            f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs"
-            for e, v in zip(x, shares, strict=True)
-        ]
-        traces.append(_trace(name, x, shares, texts, line=line))
-    return _figure(
-        traces,
-        {"title": {"text": f"certified radius ({norm})"}, "range": [0, end]},
-        {"title": {"text": "share of inputs"}, "tickformat": ".0%", "rangemode": "tozero"},
-    )
-
-
-def layer_shares(audit: Audit) -> Figure:
-    """The largest shares of layers in the logarithm of the product bound, in their order; negative: it shrinks distances."""
-    rows = list(enumerate(audit.bound.layers, 1))
-    largest = sorted(rows, key=lambda row: -abs(row[1].share or 0.0))[:BARS]
+    rows = list(enumerate(layers, 1))
+    largest = sorted(rows, key=lambda row: -abs(row[1]["share"] or 0.0))[:BARS]
     names, shares, texts = [], [], []
     for number, layer in sorted(largest, key=lambda row: row[0]):
         # the end of a long name says most, and the number of the table's row tells operations of one module apart
-        names.append(html.escape(f"{layer.name[-30:]} · {number}", quote=False))
-        shares.append(layer.share)
-        texts.append(html.escape(f"{layer.name}, {layer.kind}", quote=False))
+        names.append(html.escape(f"{layer['name'][-30:]} · {number}", quote=False))
+        shares.append(layer["share"])
+        texts.append(html.escape(f"{layer['name']}, {layer['kind']}", quote=False))
     style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
     return _figure(
-        [_trace(audit.model, shares, names, texts, **style)],
+        [_trace(model, shares, names, texts, **style)],
         {"title": {"text": "share of log L"}, "tickformat": ".0%"},
         {"type": "category", "autorange": "reversed", "dtick": 1},
     )

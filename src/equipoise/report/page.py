@@ -3,20 +3,13 @@
 The templates write the page: they escape every text, and show norms rounded up, radii and certified shares rounded down.
 """
 
-from __future__ import annotations
-
-import base64
 import json
 import math
-import struct
-import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from numpy.typing import ArrayLike
 
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
@@ -53,8 +46,6 @@ def write_report(data: ReportData, path: str | Path, refresh: int | None = None)
         raise InputError(
             f"a report is an HTML file: give a name that ends in .html, got {path.name!r}"
         )
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     atomic_write(path, render(data, refresh=refresh))
     return path
 
@@ -115,9 +106,8 @@ def _charts(data: ReportData, ends: dict[str, float]) -> dict[str, figures.Figur
             end = ends[norm]  # networks beside each other share an axis
             attacks = [a for a in data.attacks if a.model == model]
             charts[f"curves-{i}"] = figures.curves(own, attacks, end, norm)
-            charts[f"radii-{i}"] = figures.histogram(own, end, norm)
-    for i, audit in enumerate(data.audits[:PANELS]):
-        charts[f"shares-{i}"] = figures.layer_shares(audit)
+    for i, (model, bound) in enumerate([*data.audits.items()][:PANELS]):
+        charts[f"shares-{i}"] = figures.layer_shares(model, bound["layers"])
     return charts
 
 
@@ -144,27 +134,3 @@ def in_script(value: Any) -> str:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def data_uri(image: ArrayLike) -> str:
-    """An image (H, W), (1, H, W) or (3, H, W) with values in [0, 1], clipped, as a PNG `data:` address.
-
-    >>> data_uri([[0.0, 1.0]])[:27]
-    'data:image/png;base64,iVBOR'
-    """
-    pixels = np.asarray(image, dtype=np.float64)
-    pixels = pixels[None] if pixels.ndim == 2 else pixels
-    if pixels.ndim != 3 or len(pixels) not in (1, 3) or pixels.size == 0:
-        raise InputError(
-            f"expected an image (H, W), (1, H, W) or (3, H, W), got shape {np.shape(image)}"
-        )
-    rows = np.nan_to_num(pixels.clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
-    height, width, channels = rows.shape
-    lines = b"".join(b"\0" + row.tobytes() for row in rows)
-    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
-        content += (
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        )
-    return "data:image/png;base64," + base64.b64encode(content).decode()

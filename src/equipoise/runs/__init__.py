@@ -1,6 +1,6 @@
 """Runs over datasets, sampled or proved: one directory each, killed and continued at will."""
 
-from equipoise.runs.attack import Answer, AttackSummary, attack_run, predict_run
+from equipoise.runs.attack import AttackSummary, attack_run, predict_run
 from equipoise.runs.jobs import (
     Job,
     PreflightReport,
@@ -16,7 +16,7 @@ from equipoise.runs.sources import normalised, portable
 from equipoise.runs.store import AttackRow, Row, Settings, is_run, versions
 
 __all__ = [
-    "Answer", "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
+    "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
     "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "normalised", "open_run", "portable", "predict_run",
     "preflight", "prepare", "prove", "start", "versions",
 ]  # fmt: skip

@@ -1,11 +1,9 @@
 """A run from the other side: attacks inside every certified radius, where none may break, and beyond it; and its classifier as
 it is deployed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,6 @@ INSIDE, BEYOND = 0.99, 1.5
 #: levels of the tests that call a smoothed attack successful, and that confirm one inside a certificate
 SUCCESS, CONFIRMED = 1e-3, 1e-6
 
-#: called after every input with the number of attacked inputs and of all inputs
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class AttackSummary:
@@ -45,8 +40,8 @@ class AttackSummary:
         inside: how many were attacked inside their certified radius.
         broken: certificates that broke there; any one is a bug, or the risk alpha.
         broken_beyond: how many of them broke at 1.5 times their radius: the power of the attack.
-        accuracy: ε → share of the inputs that no attack broke, an upper bound of the robust accuracy.
-        certified: ε → certified accuracy of the same inputs.
+        accuracy: for each `epsilon` the `attacked` accuracy, the share of the inputs that no attack broke, which is an upper
+            bound of the robust accuracy, and the `certified` accuracy of the same inputs.
         failures: why inputs could not be attacked.
     """
 
@@ -56,19 +51,8 @@ class AttackSummary:
     inside: int
     broken: list[Violation]
     broken_beyond: int
-    accuracy: dict[float, float]
-    certified: dict[float, float]
+    accuracy: list[dict[str, float]]
     failures: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        plain = asdict(self)
-        certified = plain.pop("certified")
-        shares = self.accuracy.items()
-        plain["accuracy"] = [
-            {"epsilon": e, "certified": certified[e], "attacked": share} for e, share in shares
-        ]
-        return plain
 
     def lines(self) -> list[str]:
         """The figures as sentences."""
@@ -97,12 +81,11 @@ def attack_run(
     *,
     epsilons: Sequence[float] = (),
     steps: int = 20,
-    restarts: int = 1,
     votes: int = 1000,
     seed: int = 0,
     limit: int | None = None,
     device: str = "cpu",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> AttackSummary:
     """Attacks on the inputs of a run: at 0.99 and 1.5 times every certified radius, and at given radii.
 
@@ -117,8 +100,7 @@ def attack_run(
         model: the model of the run.
         dataset: the data of the run.
         epsilons: further radii, for accuracy under attack beside certified accuracy.
-        steps: gradient steps per start.
-        restarts: random starts.
+        steps: gradient steps from one random start.
         votes: draws that judge a smoothed attack.
         seed: of starts and noise.
         limit: attack the first inputs of the run only.
@@ -130,7 +112,7 @@ def attack_run(
     """
     run = run if isinstance(run, Run) else open_run(run)
     levels = [level for level in as_levels(epsilons) if level > 0]
-    for name, value in {"steps": steps, "restarts": restarts, "votes": votes}.items():
+    for name, value in {"steps": steps, "votes": votes}.items():
         require_number(value, name, least=1, most=10**7, whole=True)
     job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
     changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
@@ -141,7 +123,7 @@ def attack_run(
     if not job.inputs.labelled:
         raise InputError(f"{job.inputs.name} has no labels: an attack needs them")
 
-    attacker = _Attacker(run, job, votes, {"steps": steps, "restarts": restarts, "seed": seed})
+    attacker = _Attacker(run, job, votes, {"steps": steps, "seed": seed})
     rows = run.rows[:limit]
     attacked: list[InputId] = []
     failures: dict[str, str] = {}
@@ -149,7 +131,7 @@ def attack_run(
         success = {
             (old.id, old.epsilon): old.success
             for old in store.attacks()
-            if old.model_dump(include={"steps", "restarts", "seed"}) == attacker.settings
+            if old.model_dump(include={"steps", "seed"}) == attacker.settings
         }
         for count, row in enumerate(rows, 1):
             radii = attacker.radii(row, levels)
@@ -173,8 +155,14 @@ def attack_run(
         len(attacked),
         *run.contradictions(attacker.results),
         sum(success.get((name, certified[name] * BEYOND), False) for name in attacked),
-        {e: sum(not success[name, e] for name in attacked) / count for e in levels},
-        {e: sum(certified[name] >= e for name in attacked) / count for e in levels},
+        [
+            {
+                "epsilon": e,
+                "certified": sum(certified[name] >= e for name in attacked) / count,
+                "attacked": sum(not success[name, e] for name in attacked) / count,
+            }
+            for e in levels
+        ],
         failures,
     )
 
@@ -189,8 +177,9 @@ class _Attacker:
     settings: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.kind: Any = "base" if self.run.kind == "proved" else "smoothed"
-        self.module = self.job.model.network(self.job.device)
+        self.kind = "base" if self.run.kind == "proved" else "smoothed"
+        self.device = self.job.spec.device
+        self.module = self.job.spec.model.network(self.device)
         self.results = self.run.results()
         self.certified = self.run.certified(self.results)
 
@@ -221,8 +210,8 @@ class _Attacker:
         return rows
 
     def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
-        x = item.x[None].to(self.job.device)
-        y = torch.tensor([item.label], device=self.job.device)
+        x = item.x[None].to(self.device)
+        y = torch.tensor([item.label], device=self.device)
         seed = self.settings["seed"]
         fresh = noise_key(seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
 
@@ -262,7 +251,6 @@ class _Attacker:
             success = reached <= epsilon
             row = AttackRow(
                 id=item.id,
-                kind=self.kind,
                 epsilon=epsilon,
                 success=success,
                 distance=reached if success else None,
@@ -283,17 +271,8 @@ class _Attacker:
 
     def _classifier(self, seed: int) -> SmoothedClassifier:
         """The run's classifier with noise of another seed."""
-        return self.job.spec(self.run.manifest.reseeded(seed % 2**64)).classifier()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to one input: a class, or −1 where it abstains; `failure` says why an input got none."""
-
-    id: InputId
-    label: int
-    answer: int
-    failure: str | None = None
+        manifest = self.run.manifest.reseeded(seed % 2**64)
+        return replace(self.job.spec, manifest=manifest).classifier()
 
 
 def predict_run(
@@ -305,11 +284,13 @@ def predict_run(
     alpha: float = 1e-3,
     limit: int | None = None,
     device: str = "cpu",
-) -> Iterator[Answer]:
-    """The answers of a run's classifier to other inputs, one by one.
+) -> Iterator[dict[str, Any]]:
+    """The answers of a run's classifier to other inputs, one by one: `id`, `label`, `answer`, and `failure`, why it got none.
+
+    The label is None where the data has none, the answer where the classifier abstains.
 
     Args:
-        run: whose noise is used; a proved run answers with the network itself.
+        run: a sampled run of votes, whose noise is used.
         model: the model of the run; another one is refused.
         dataset: the inputs.
         n: draws per input.
@@ -330,29 +311,26 @@ def predict_run(
         raise InputError(
             f"{run.folder} certifies another model than {network.source}: nothing of it holds for it"
         )
-    sampled = run.kind == "sampled"
-    if sampled and settings.soft:
+    if run.kind == "proved" or settings.soft:
         raise Refused(
-            "answers are majority votes, but this run certifies soft scores: certify the inputs instead"
+            "answers are majority votes under noise: a proved run is about the answers of the network itself, and for a run of "
+            "soft scores certify the inputs instead"
         )
 
     inputs = Inputs.of(dataset)
-    module = network.network(usable_device(device))
     # fresh noise: the draws of the certificates are not used again
-    fresh = TaskSpec(network, run.manifest.reseeded(None), device=device)
-    classifier = fresh.classifier() if sampled else None
+    manifest = run.manifest.reseeded(None)
+    classifier = TaskSpec(network, manifest, usable_device(device), torch.empty(0)).classifier()
     for position in Selection(limit=limit).positions(len(inputs)):
+        row: dict[str, Any] = {"id": inputs.ids[position]}
+        row |= dict.fromkeys(("label", "answer", "failure"))
         try:
             item = inputs.item(int(position))
             require_dimension(settings, item.x)
             x = item.x[None].to(device)
-            with torch.inference_mode():
-                answer = (
-                    module(x).argmax()
-                    if classifier is None
-                    else classifier.predict(x, n, alpha, ids=[item.id])[0]
-                )
+            answer = int(classifier.predict(x, n, alpha, ids=[item.id])[0])
+            row["label"] = item.label if inputs.labelled else None
+            row["answer"] = answer if answer >= 0 else None
         except (EquipoiseError, OSError) as error:
-            yield Answer(inputs.ids[position], -1, -1, str(error))
-            continue
-        yield Answer(item.id, item.label, int(answer))
+            row["failure"] = str(error)
+        yield row

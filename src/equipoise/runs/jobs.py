@@ -1,27 +1,25 @@
 """`certify` and `prove`: a model, a dataset and a directory in; a run out, to be killed and continued at will."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from equipoise.attacks import checked_logits
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.checks import require_number
+from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
-from equipoise.runs.sources import Inputs, Item, Portable, check_label, denoised, portable
+from equipoise.runs.sources import Inputs, Item, check_label, portable
 from equipoise.runs.store import NAME as STORE
 from equipoise.runs.store import (
     Constant,
@@ -32,7 +30,6 @@ from equipoise.runs.store import (
     Row,
     Settings,
     Store,
-    as_path,
     differences,
     is_run,
     locked,
@@ -59,17 +56,19 @@ Progress = Callable[[Row, int, int], None]
 class Job:
     """A run that is described but not started: everything is checked, nothing is written."""
 
-    model: Portable
+    spec: TaskSpec
     inputs: Inputs
     positions: Ints
-    manifest: Manifest
-    batch_size: int | None
-    device: str
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the run is."""
+        return self.spec.manifest
 
     @property
     def settings(self) -> Settings:
         """Those of the run."""
-        return self.manifest.settings
+        return self.spec.settings
 
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
@@ -80,20 +79,9 @@ class Job:
         return Path("runs") / f"{command}-{digest[:12]}"
 
     @cached_property
-    def example(self) -> Tensor:
-        """The first input of the run that can be read."""
-        return _first_input(self.inputs, self.positions).x
-
-    @cached_property
     def prover(self) -> ProvedWorker:
         """The worker of a proved run, built once: it bounds the whole network."""
-        return ProvedWorker(self.spec())
-
-    def spec(self, manifest: Manifest | None = None) -> TaskSpec:
-        """What a worker needs."""
-        return TaskSpec(
-            self.model, manifest or self.manifest, self.batch_size, self.device, self.example
-        )
+        return ProvedWorker(self.spec)
 
 
 def certify(
@@ -104,10 +92,8 @@ def certify(
     workers: int | None = None,
     address: str | None = None,
     batch_size: int | None = None,
-    denoiser: Any = None,
     name: str | None = None,
     progress: Progress | None = None,
-    retry_failed: bool = False,
     **settings: Any,
 ) -> Run:
     """Certify every input of a dataset by randomized smoothing; calling this again continues a killed run.
@@ -124,10 +110,8 @@ def certify(
         workers: processes of a Ray cluster; None: this process.
         address: of an existing Ray cluster; None: one on this machine, started and stopped here.
         batch_size: most draws in one forward pass (memory); no number depends on it.
-        denoiser: a network from noisy image to image, put before the model.
         name: of the data, for the record.
         progress: called after every input with (row, done, total).
-        retry_failed: try the failed inputs again.
         **settings: the fields of `Settings`: sigma (needed), n0 = 100, n = 10,000, alpha = 0.001, procedure = "rivals", seed,
             noise, map, lipschitz, target_radius, device, …; and skip, limit, stride, balanced, which choose the inputs.
 
@@ -145,12 +129,8 @@ def certify(
     (3, True)
     """
     checked = Settings.of("sampled", settings)
-    if denoiser is not None:
-        model = denoised(denoiser, model)
     job = prepare(model, dataset, checked, batch_size=batch_size, name=name)
-    return start(
-        job, run_dir, workers=workers, address=address, progress=progress, retry_failed=retry_failed
-    )
+    return start(job, run_dir, workers=workers, address=address, progress=progress)
 
 
 def prove(
@@ -160,7 +140,6 @@ def prove(
     run_dir: str | Path,
     name: str | None = None,
     progress: Progress | None = None,
-    retry_failed: bool = False,
     **settings: Any,
 ) -> Run:
     """The proved radius of every input of a dataset, with its limiting rival and its method.
@@ -174,7 +153,6 @@ def prove(
         run_dir: made if need be.
         name: of the data, for the record.
         progress: called after every input with (row, done, total).
-        retry_failed: try the failed inputs again.
         **settings: `norm`, `effort`, `epsilon`, `seconds`, `deployed` (see `Settings`), and skip, limit, stride, balanced.
 
     Returns:
@@ -192,7 +170,7 @@ def prove(
     ([1.4142, 0.0], ('proved', 'wrong'))
     """
     job = prepare(model, dataset, Settings.of("proved", settings), name=name)
-    return start(job, run_dir, progress=progress, retry_failed=retry_failed)
+    return start(job, run_dir, progress=progress)
 
 
 def prepare(
@@ -218,8 +196,8 @@ def prepare(
         raise InputError(
             f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})"
         )
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise InputError(f"batch_size must be a positive whole number, got {batch_size!r}")
+    if batch_size is not None:
+        require_number(batch_size, "batch_size", least=1, whole=True)
     network = portable(model)
     inputs = Inputs.of(dataset, name)
     device = usable_device(settings.device)
@@ -260,7 +238,7 @@ def prepare(
         recipe=recipe,
     )
     manifest.settings.check()
-    return Job(network, inputs, positions, manifest, batch_size, device)
+    return Job(TaskSpec(network, manifest, device, first, batch_size), inputs, positions)
 
 
 def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[str, Any]:
@@ -291,9 +269,8 @@ def start(
     workers: int | None = None,
     address: str | None = None,
     progress: Progress | None = None,
-    retry_failed: bool = False,
 ) -> Run:
-    """Run a job in a directory, or continue it there; a finished one is only opened.
+    """Run a job in a directory, or continue it there: inputs without a result, and those that failed, are worked off.
 
     Args:
         job: what `prepare` returned.
@@ -301,15 +278,12 @@ def start(
         workers: processes of a Ray cluster; None: this process.
         address: of an existing Ray cluster.
         progress: called after every input with (row, done, total).
-        retry_failed: try the failed inputs again.
     """
-    folder = make_folder(as_path(run_dir))
+    folder = make_folder(Path(run_dir))
     with locked(folder):
         manifest = _open(job, folder)
         with Store(folder, manifest, writable=True) as store:
-            if retry_failed:
-                store.forget_failures()
-            done = {row.id for row in store.rows()}
+            done = {row.id for row in store.rows() if row.failure is None}
             waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if waiting:
                 items = (
@@ -327,7 +301,7 @@ def start(
 def _rows(
     job: Job, manifest: Manifest, items: Iterator[Item], workers: int | None, address: str | None
 ) -> Generator[Row]:
-    spec = job.spec(manifest)
+    spec = replace(job.spec, manifest=manifest)
     if workers is not None or address is not None:
         yield from run_on_ray(spec, items, workers or 1, address)
     else:
@@ -365,10 +339,9 @@ def _fixed_constant(job: Job) -> Constant | None:
         return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    x = job.example.to(job.device)
-    upper = lipschitz_bound(
-        job.model.build(job.device), x.expand(job.model.batch or 1, *x.shape)
-    ).upper
+    model, device = job.spec.model, job.spec.device
+    x = job.spec.example.to(device)
+    upper = lipschitz_bound(model.build(device), x.expand(model.batch or 1, *x.shape)).upper
     if upper == math.inf:
         raise Refused(
             "the Lipschitz bound of this network exceeds the floats: leave --lipschitz out"
@@ -393,11 +366,11 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
     if fixed is not None:
         return map_text(fixed)
 
-    classifier = job.spec().classifier()
+    classifier = job.spec.classifier()
     samples = []
     for item in job.inputs.some(np.arange(len(job.inputs)), CALIBRATION):
         with contextlib.suppress(Refused):  # such an input will be a failed row of its own
-            x = item.x.to(job.device)[None]
+            x = item.x.to(job.spec.device)[None]
             samples.append(classifier.selection(x, settings.n0, [item.id], Stream.CALIBRATION)[0])
     if not samples:
         raise InputError(
@@ -412,13 +385,11 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
 
 def _first_input(inputs: Inputs, positions: Ints) -> Item:
     """The first input that can be read."""
-    problem: Exception | None = None
     for position in positions:
-        try:
-            return inputs.item(int(position))
-        except (EquipoiseError, OSError) as error:
-            problem = problem or error
-    raise InputError(f"no input of the data can be read: {problem}") from problem
+        item = inputs.attempt(int(position), None)
+        if item.problem is None:
+            return item
+    raise InputError(f"no input of the data is usable, the last one: {item.problem}")
 
 
 def usable_device(name: str) -> str:
@@ -466,12 +437,13 @@ def preflight(job: Job) -> PreflightReport:
     Returns:
         Estimates, on noise that no certificate uses; certificates do not depend on any of it.
     """
-    model = job.model.network(job.device)
+    spec = job.spec
+    model = spec.model.network(spec.device)
     sigma = job.settings.sigma or 0.0
     items = [
         item
         for item in job.inputs.some(job.positions, PREFLIGHT)
-        if item.x.shape == job.example.shape
+        if item.x.shape == spec.example.shape
     ]
     x = torch.stack([item.x for item in items])
     labels = torch.tensor([item.label for item in items])
@@ -481,7 +453,7 @@ def preflight(job: Job) -> PreflightReport:
     for batch in (x, x + noise):
         began = time.perf_counter()
         with torch.inference_mode():
-            answers = [model(part.to(job.device)).argmax(dim=1).cpu() for part in batch.split(50)]
+            answers = [model(part.to(spec.device)).argmax(dim=1).cpu() for part in batch.split(50)]
         seconds = (time.perf_counter() - began) / len(x)
         shares.append(float((torch.cat(answers) == labels).double().mean()))
     clean, noisy = shares
@@ -490,9 +462,7 @@ def preflight(job: Job) -> PreflightReport:
 
     chance = float(labels.unique(return_counts=True)[1].max() / len(labels))
     warning = ""
-    if len(labels) >= 10 and (
-        clean <= min(chance + 1.5 / math.sqrt(len(labels)), 0.7) or noisy < 0.8 * clean
-    ):
+    if len(labels) >= 10 and (clean <= 1.2 * chance or noisy < 0.8 * clean):
         warning = (
             f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained, under noise "
             "of this sigma or behind a denoiser, the inputs scaled as in training (--mean, --std), the "
@@ -510,10 +480,10 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
         sources: at least two run directories.
         target: a directory that does not exist yet.
     """
-    if not isinstance(sources, list | tuple) or len(sources) < 2:
-        raise InputError(f"merging takes a list of at least two runs, got {type(sources).__name__}")
+    if len(sources) < 2:
+        raise InputError(f"merging takes at least two runs, got {len(sources)}")
     runs = [open_run(source) for source in sources]
-    target = as_path(target)
+    target = Path(target)
     if target.exists():
         raise InputError(f"{target} exists already: merge into a new directory")
     manifest = _joint_manifest(runs)

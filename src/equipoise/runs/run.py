@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,7 +35,6 @@ from equipoise.runs.store import (
     Row,
     Settings,
     Store,
-    as_path,
     locked,
     read_manifest,
 )
@@ -44,11 +42,9 @@ from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
-from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
+from equipoise.smoothing.procedures import Ints, Partition, Procedure, find_procedure
+from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
 #: how the norm of a ball is written
@@ -83,9 +79,6 @@ class Results:
     sigma: float = 0.0
     notes: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.radius)
-
     @property
     def labelled(self) -> bool:
         """Whether any input has a label; where none has, every answer counts as right."""
@@ -106,6 +99,12 @@ class Results:
         """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
         cases = [self.failed, self.answer < 0, self.correct, self.right]
         return tuple(np.select(cases, STATUSES[:0:-1], STATUSES[0]).tolist())
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
+        counts = Counter(self.status)
+        return {name: counts[name] for name in STATUSES if counts[name]}
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
         """Certified accuracy at each ε."""
@@ -138,35 +137,29 @@ class Summary:
         """The share of right answers, certified or not."""
         return float(self.results.right.mean())
 
-    @property
-    def statuses(self) -> dict[str, int]:
-        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
-        counts = Counter(self.results.status)
-        return {name: counts[name] for name in STATUSES if counts[name]}
-
-    @property
-    def failed(self) -> int:
-        """How many inputs failed."""
-        return len(self.run.failures)
-
-    @property
-    def average_radius(self) -> float:
-        """Average certified radius."""
-        return self.results.average_radius
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         key = "certified_accuracy" if self.results.labelled else "certified_share"
         rows = self.run.rows
-        names = ("labelled", "procedure", "alpha", "sigma", "about", "notes", "average_radius")
+        names = (
+            "labelled",
+            "procedure",
+            "alpha",
+            "sigma",
+            "about",
+            "notes",
+            "average_radius",
+            "statuses",
+        )
         figures = {name: getattr(self.results, name) for name in names}
         figures |= {name: getattr(self.run, name) for name in ("kind", "total", "finished")}
-        figures |= {name: getattr(self, name) for name in ("clean", "statuses", "failed")}
         for name in ("accuracy", "deployed"):
             shares = getattr(self, name).items()
             figures[name] = [{"epsilon": e, key: share} for e, share in shares]
         return figures | {
+            "clean": self.clean,
             "done": len(rows),
+            "failed": len(self.run.failures),
             "methods": Counter(row.method for row in rows if row.method),
             "verdicts": Counter(filter(None, map(self.run.verdict, rows))),
             "draws": sum(row.n0 + row.draws for row in rows),
@@ -183,7 +176,7 @@ class Summary:
         draws = f"{figures['draws']:,} draws, " if r.sigma else ""
         lines = [
             f"{figures['done']} of {figures['total']} inputs{progress}; {how}",
-            f"{_listed(self.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
+            f"{_listed(r.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
             f"{draws}{figures['seconds']:.1f} s of processor time",
         ]
         if r.labelled:
@@ -202,37 +195,10 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _require_sound(
-    settings: Settings, row: Procedure, lipschitz: Any, target: float | None
-) -> None:
-    """Refuse what the stored statistics cannot carry, and say why."""
-    scores_only = row.soft and not row.hard
-    if settings.adaptive:
-        if scores_only:
-            raise Refused(
-                f"this run stopped each input by looking at its votes, and {row.name!r} works on soft scores: only vote "
-                "procedures, alpha and the target radius can change"
-            )
-        if target is not None and not target > 0:
-            raise InputError(f"the target radius must be a positive number, got {target}")
-    elif target is not None:
-        raise InputError(
-            "target_radius belongs to adaptive runs; for certified accuracy at ε give epsilon"
-        )
-    if scores_only and not settings.soft:
-        raise Refused(
-            f"{row.name!r} needs soft scores, this run stored votes only: sample again with --procedure {row.name}"
-        )
-    if lipschitz is not None and not (settings.soft and row.soft):
-        raise Refused(
-            "votes have no Lipschitz constant: it can be given for runs and procedures of soft scores only"
-        )
-
-
-def _votes(settings: Settings, rows: list[Row], target: float | None) -> Votes | Stopped:
+def _votes(settings: Settings, rows: list[Row]) -> Votes | Stopped:
     names = ("selection", "estimation", "draws")
     votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
-    return Stopped(votes, target or settings.target_radius) if settings.target_radius else votes
+    return Stopped(votes, settings.target_radius) if settings.target_radius else votes
 
 
 def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
@@ -271,7 +237,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = as_path(folder)
+        self.folder = Path(folder)
         self.manifest = read_manifest(folder)
 
     @property
@@ -328,7 +294,6 @@ class Run:
         alpha: float | None = None,
         procedure: str | None = None,
         lipschitz: Any = None,
-        target_radius: float | None = None,
     ) -> Certificates:
         """Certificates of a sampled run, without a forward pass; failed inputs abstain.
 
@@ -336,7 +301,6 @@ class Run:
             alpha: risk per input; default that of the run.
             procedure: default that of the run; refused where the stored statistics do not carry it.
             lipschitz: another upper bound of the network's constant, for soft runs.
-            target_radius: another target, for adaptive runs.
 
         Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
         """
@@ -348,14 +312,21 @@ class Run:
         alpha = settings.alpha if alpha is None else alpha
         own = procedure is None or (settings.adaptive and procedure == "adaptive")
         row = settings.row if own else find_procedure(str(procedure))
-        _require_sound(settings, row, lipschitz, target_radius)
+        if row.soft and not row.hard and not settings.soft:
+            raise Refused(
+                f"{row.name!r} needs soft scores, this run stored votes only: sample again with --procedure {row.name}"
+            )
+        soft = settings.soft and row.soft
+        if lipschitz is not None and not soft:
+            raise Refused(
+                "votes have no Lipschitz constant: it can be given for runs and procedures of soft scores only"
+            )
 
         constant = manifest.lipschitz
         if lipschitz is not None:
             bound = as_upper(lipschitz, "Lipschitz constant of the network")
             constant = Constant.model_construct(value=bound, source="given")
         noise = settings.noise_law()
-        soft = settings.soft and row.soft
         places = [i for i, stored in enumerate(rows) if stored.failure is None]
         parts = []
         if places:
@@ -364,7 +335,7 @@ class Run:
                 network = manifest.stretched(constant)
                 sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
             else:
-                sample = _votes(settings, members, target_radius)
+                sample = _votes(settings, members)
             parts = [(places, derive(sample, row, noise.setting(alpha, "")))]
 
         about = f"the majority vote of the network under {noise}"
@@ -379,25 +350,25 @@ class Run:
         return certificates
 
     def results(
-        self, alpha: float | None = None, procedure: str | None = None, **changes: Any
+        self, alpha: float | None = None, procedure: str | None = None, lipschitz: Any = None
     ) -> Results:
         """What the run certifies, input by input.
 
         Args:
             alpha: risk per input, for sampled runs; default that of the run.
             procedure: for sampled runs; default that of the run.
-            **changes: further changes of `certificates`.
+            lipschitz: another upper bound of the network's constant, for soft runs.
         """
         if not self.rows:
             raise InputError(f"{self.folder} has no finished inputs yet")
         failed = np.array([row.failure is not None for row in self.rows])
         if self.kind == "sampled":
-            c = self.certificates(alpha, procedure, **changes)
+            c = self.certificates(alpha, procedure, lipschitz)
             answer = c.prediction.astype(np.int64)
             rest = (c.about, c.procedure, c.alpha, c.sigma, self._notes(c))
             return Results(self.labels, answer, answer, c.radius, failed, *rest)
 
-        if any(value is not None for value in (alpha, procedure, *changes.values())):
+        if any(value is not None for value in (alpha, procedure, lipschitz)):
             raise InputError(
                 "a proved run has no risk and no procedure: there is nothing to derive anew"
             )
@@ -449,9 +420,7 @@ class Run:
 
     def _levels(self, results: Results) -> list[float]:
         if self.settings.target_radius is not None:
-            return sorted(
-                {self.settings.target_radius, *results.radius[results.radius > 0].tolist()}
-            )
+            return [self.settings.target_radius]
         if self.kind == "sampled":
             return [k * results.sigma / 2 for k in range(7)]
         largest = float(np.quantile(results.radius, 0.98))
@@ -459,7 +428,12 @@ class Run:
 
     def verdict(self, row: Row) -> str:
         """Whether a row is `proved`, `broken` or `undecided` at the one radius of a proved run; empty where it has none."""
-        return row.verdict(self.settings.epsilon)
+        epsilon = self.settings.epsilon
+        if epsilon is None or row.failure is not None:
+            return ""
+        if row.radius >= epsilon:
+            return "proved"
+        return "undecided" if row.broken is None else "broken"
 
     def certified(self, results: Results) -> dict[InputId, float]:
         """The radius of every input whose certified answer is right, 0 for the others.
@@ -474,19 +448,14 @@ class Run:
     def contradictions(self, results: Results) -> tuple[int, list[Violation]]:
         """How many inputs were attacked inside their certified radius, and the certificates that broke.
 
-        Only attacks on what the certificates are about count: the network of a proved run, else its smoothed version.
-
         Args:
             results: the certificates.
         """
-        kind = "base" if self.kind == "proved" else "smoothed"
         certified = self.certified(results)
         nearest: dict[InputId, float] = {}
         for row in self.attacks():
             distance = row.distance if row.success and row.distance is not None else math.inf
-            if row.kind == kind and min(distance * (1 + 1e-12), row.epsilon) < certified.get(
-                row.id, 0.0
-            ):
+            if min(distance * (1 + 1e-12), row.epsilon) < certified.get(row.id, 0.0):
                 nearest[row.id] = min(distance, nearest.get(row.id, math.inf))
         broken = [
             Violation(name, distance, certified[name])
@@ -496,25 +465,20 @@ class Run:
         return len(nearest), broken
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:
-        """Write `.csv` or `.jsonl` (JSON lines), whole or not at all; radii are rounded down.
+        """Write a table (.csv), whole or not at all; radii are rounded down.
 
         Args:
-            path: the ending chooses the format.
+            path: ends in .csv.
             results: what `results` returned; by default those of the run's own settings.
         """
-        path = as_path(path)
-        if path.suffix not in (".csv", ".jsonl"):
-            raise InputError(
-                f"cannot export to {path.name!r}: expected an ending among .csv, .jsonl"
-            )
+        path = Path(path)
+        if path.suffix != ".csv":
+            raise InputError(f"cannot export to {path.name!r}: expected a name that ends in .csv")
         records = self._records(results or self.results())
         buffer = io.StringIO()
-        if path.suffix == ".csv":
-            writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
-        else:
-            buffer.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
         atomic_write(path, buffer.getvalue())
         return path
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
 from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
-from equipoise.core.errors import one_line
-from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes
+from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing import Denoised
 from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
@@ -124,14 +122,11 @@ class Inputs:
             and len(dataset) == 2
             and isinstance(dataset[0], Tensor | np.ndarray)
         ):
-            try:
-                dataset = torch.utils.data.TensorDataset(
-                    *(torch.as_tensor(part) for part in dataset)
-                )
-            except (TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
-                raise InputError(
-                    f"expected a pair (x, y) with as many labels as inputs: {one_line(error)}"
-                ) from error
+            parts = dataset
+            dataset = guarded(
+                lambda: torch.utils.data.TensorDataset(*map(torch.as_tensor, parts)),
+                "a pair (x, y) with as many labels as inputs is expected: joining the two",
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise InputError(
                 f"expected a dataset of (input, label) or a pair (x, y), got {type(dataset).__name__}"
@@ -189,13 +184,8 @@ class Inputs:
             item = self.item(position)
         except (EquipoiseError, OSError) as error:
             label = UNKNOWN if self.labels is None else self.labels[position]
-            return Item(
-                position,
-                self.ids[position],
-                label,
-                torch.empty(0),
-                f"it could not be read: {error}",
-            )
+            problem = f"it could not be read: {error}"
+            return Item(position, self.ids[position], label, torch.empty(0), problem)
         if self.labelled and classes is not None:
             check_label(item.id, item.label, classes)
         return item
@@ -207,11 +197,9 @@ class Inputs:
             positions: places in the data.
             count: how many.
         """
-        items = []
-        for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
-            with contextlib.suppress(EquipoiseError, OSError):
-                items.append(self.item(int(positions[place])))
-        return items
+        places = np.unique(np.linspace(0, len(positions) - 1, count).astype(int))
+        items = [self.attempt(int(position), None) for position in positions[places]]
+        return [item for item in items if item.problem is None]
 
     def fingerprint(self, positions: Ints) -> str:
         """Of the whole data where that is cheap or the dataset has its own; else of the selected inputs, read once."""
@@ -222,9 +210,7 @@ class Inputs:
             positions = np.arange(len(self))
         digest = Digest("inputs")
         for item in self.read(positions):
-            head = f"{item.id!r}|{item.label}|{item.x.dtype}|{tuple(item.x.shape)}|"
-            body = item.x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.feed(head.encode()).feed(body.numpy().tobytes())
+            digest.add(f"{item.id!r}|{item.label}", item.x)
         return str(digest)
 
     def read(self, positions: Ints) -> Iterator[Item]:
@@ -346,20 +332,6 @@ def portable(model: Any, source: str | None = None) -> Portable:
     )
 
 
-def denoised(denoiser: Any, model: Any) -> Portable:
-    """A denoiser in front of a model, as one model.
-
-    Args:
-        denoiser: a module from noisy image to image, or what `load_model` returned.
-        model: the classifier.
-    """
-    first = portable(denoiser)
-    second = portable(model)
-    pair: nn.Module = Denoised(first.network(), second.network())
-    digest = Digest("denoised").add("denoiser", first.hash).add("model", second.hash)
-    return Portable(pair, str(digest), f"{second.source} behind {first.source}")
-
-
 def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Portable:
     """`(x − mean)/std` per channel before a model that was trained on such inputs: noise and radii are in units of x.
 
@@ -388,7 +360,7 @@ def _require_inference(program: ExportedProgram) -> None:
 
 
 def hash_module(model: nn.Module) -> str:
-    """sha256 over weights, buffers, the tree of modules with their settings, and the code of classes outside torch.
+    """sha256 over weights, buffers, the tree of modules with their settings, and the source of classes outside torch.
 
     Settings are the public attributes; what a forward pass reads from anywhere else (files, globals, private attributes) is
     not part of it.
@@ -403,28 +375,14 @@ def hash_module(model: nn.Module) -> str:
             if not key.startswith("_") and key != "training":
                 digest.add(f"{name}.{key}", _text(value))
         if not kind.__module__.startswith("torch."):
-            digest.add(kind.__qualname__, _code(kind))
+            with contextlib.suppress(OSError, TypeError):  # typed into a session: it has none
+                digest.add(kind.__qualname__, inspect.getsource(kind))
     return str(digest)
 
 
 def _text(value: Any) -> str:
-    """An attribute as text that is the same in every process: no addresses."""
-
-    def describe(part: Any) -> str:
-        if isinstance(part, Tensor | np.ndarray):
-            return Digest("").add("", part).hex()
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(part))
-
-    try:
-        return json.dumps(value, default=describe)
-    except (TypeError, ValueError):  # keys that are no text, or a cycle
-        return describe(value)
-
-
-def _code(kind: type) -> str:
-    """The source of a class, or its compiled methods where there is none (a class typed into a session)."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        functions = [f for _, f in sorted(vars(kind).items()) if inspect.isfunction(f)]
-        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_names) for f in functions])
+    """An attribute as text that is the same in every process: tensors by their digest, and no addresses."""
+    exact = pytree.tree_map_only(
+        (Tensor, np.ndarray), lambda part: Digest("").add("", part).hex(), value
+    )
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(exact))

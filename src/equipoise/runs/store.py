@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -30,23 +30,22 @@ from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import (
     Count,
     Document,
+    Model,
     NonNegative,
     PositiveCount,
     atomic_write,
     check_document,
     digest_document,
+    open_regular,
     parse_document,
     read_json,
 )
 from equipoise.runs.sources import InputId, Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.noise import Grid, Levels, NoiseName, NoiseSpec
+from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 MANIFEST = "run.json"
-
-#: settings that `equipoise derive` can change on stored counts
-DERIVABLE = ("alpha", "lipschitz", "procedure", "target_radius")
 
 Kind = Literal["sampled", "proved"]
 Norm = Literal["l2", "linf", "l1"]
@@ -73,7 +72,6 @@ class Settings(Document):
         map: of soft procedures: "global" (calibrated once, on 32 inputs), or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
-        nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise: "grid" (exact integers) or "float"; None: the grid for 8-bit data.
         cells: points per unit of the grid.
         dimension: numbers in one input.
@@ -103,7 +101,6 @@ class Settings(Document):
     map: str | None = None
     lipschitz: NonNegative | Literal["auto"] | None = None
     target_radius: Positive | None = None
-    nonfinite: Literal["refuse", "miss"] = "refuse"
     noise: NoiseName | None = None
     cells: Positive | None = None
     dimension: PositiveCount | None = None
@@ -170,19 +167,12 @@ class Settings(Document):
             raise InputError(
                 "votes have no Lipschitz constant: --lipschitz goes with soft scores, --procedure rivals, lvm or direct"
             )
-        for level in self.levels.channels or (self.levels.sigma,):
-            if self.cells is not None:
-                Grid(level, self.cells)
+        _ = self.noise_law().grids  # refuses a grid too coarse for the noise
 
     @property
     def levels(self) -> Levels:
         """The noise levels."""
-        levels = Levels.of(self.channels or self.sigma)
-        if levels.sigma != self.sigma:
-            raise InputError(
-                f"sigma must be the smallest of the channels {self.channels}, got {self.sigma}"
-            )
-        return levels
+        return Levels.of(self.channels or self.sigma)
 
     @property
     def row(self) -> Procedure:
@@ -300,7 +290,6 @@ class Recipe(Document):
     model: str
     data: str
     weights: str | None = None
-    denoiser: str | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     split: str | None = None
@@ -377,16 +366,9 @@ class Manifest(Document):
         )
 
 
-def as_path(value: Any) -> Path:
-    """A path; anything else is refused."""
-    if not isinstance(value, str | Path):
-        raise InputError(f"expected a path, got {type(value).__name__}")
-    return Path(value)
-
-
 def is_run(folder: str | Path) -> bool:
     """Whether a directory holds a run."""
-    return (as_path(folder) / MANIFEST).is_file()
+    return (Path(folder) / MANIFEST).is_file()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -395,7 +377,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     Args:
         folder: the run directory.
     """
-    path = as_path(folder) / MANIFEST
+    path = Path(folder) / MANIFEST
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: it has no {MANIFEST}")
 
@@ -440,23 +422,17 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
         new: the manifest of the command, whose map and constant are not fixed yet.
     """
     changes = differences(old, new, ("fixed map", "constant"))
-    if not changes:
-        return
-    names = {line.partition(":")[0] for line in changes}
-    hint = "give another --run directory"
-    if names <= set(DERIVABLE):
-        hint = (
-            f"to change {' and '.join(sorted(names))} without sampling: equipoise derive {folder}"
+    if changes:
+        raise Refused(
+            f"{folder} holds another run ({'; '.join(changes)}): give another --run directory; another alpha or procedure "
+            f"needs no sampling: equipoise derive {folder}"
         )
-    raise Refused(f"{folder} holds another run ({'; '.join(changes)}): {hint}")
 
 
 def _short(value: Any) -> str:
     text = "unset" if value is None else str(value)
     return text[:19] + "…" if text.startswith("sha256:") else text
 
-
-Entry = TypeVar("Entry", bound=Document)
 
 NAME = "store.sqlite"
 #: characters of one payload
@@ -522,14 +498,6 @@ class Row(Document):
     deployed: NonNegative | None = None
     broken: tuple[float, ...] | None = None
 
-    def verdict(self, epsilon: float | None) -> str:
-        """`proved`, `broken` or `undecided` at the radius that a proved run asks about; empty where it asks about none."""
-        if epsilon is None or self.failure is not None:
-            return ""
-        if self.radius >= epsilon:
-            return "proved"
-        return "undecided" if self.broken is None else "broken"
-
     def fits(self, manifest: Manifest) -> bool:
         """Whether this run can have produced this row."""
         settings = manifest.settings
@@ -543,8 +511,7 @@ class Row(Document):
             return False
 
         complete = self.draws <= settings.n if settings.adaptive else self.draws == settings.n
-        missing = (self.n0 - sum(self.selection), self.draws - sum(self.estimation))
-        counted = min(missing) >= 0 if settings.nonfinite == "miss" else missing == (0, 0)
+        counted = (sum(self.selection), sum(self.estimation)) == (self.n0, self.draws)
         lengths = len(self.selection) == len(self.estimation) == classes
         soft = not manifest.scored or (self.soft is not None and self.soft.fits(classes))
         return self.n0 == settings.n0 and complete and counted and lengths and soft
@@ -553,38 +520,33 @@ class Row(Document):
 class AttackRow(Document):
     """One attack on one input: whether some x' with ‖x' − x‖ ≤ epsilon was misclassified, and at what distance (run's norm).
 
+    What is attacked is what the run certifies: the network itself, or its smoothed version.
     The key is everything but the outcome: repeating an attack replaces its row, changing it adds one.
 
     Args:
         id: of the input.
-        kind: what was attacked, the network ("base") or its smoothed version ("smoothed").
         epsilon: radius of the attack.
         success: whether a misclassified point was found.
         distance: of that point.
-        steps: gradient steps per start.
-        restarts: random starts.
+        steps: gradient steps.
         seed: of starts and noise.
     """
 
     id: InputId
-    kind: Literal["base", "smoothed"]
     epsilon: NonNegative
     success: bool
     distance: NonNegative | None = None
     steps: Count = 20
-    restarts: Count = 1
     seed: int = 0
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the run directory: one process at a time works on it, and a second holder is refused at once."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a directory")
     busy = f"another process is working on {folder}: wait for it, stop it, or use another run directory"
     return files.locked(folder / "lock", busy)
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """The store of a run directory, to be used in a `with` block.
 
     Args:
@@ -599,8 +561,8 @@ class Store:
         for ending in ("", "-journal", "-wal", "-shm"):
             # SQLite waits for ever for a named pipe
             path = f"{self.path}{ending}"
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise InputError(f"cannot read {path}: it is not a regular file")
+            if os.path.exists(path):
+                open_regular(path).close()
 
         empty = not (self.path.exists() and self.path.stat().st_size)
         # a reader opens for writing too, where it may: a killed writer's last transaction has to be rolled back
@@ -623,9 +585,6 @@ class Store:
                 f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together"
             )
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.db.close()
 
@@ -647,13 +606,6 @@ class Store:
                 )
         return sorted(rows, key=lambda row: row.position)
 
-    def forget_failures(self) -> None:
-        """Remove the failed inputs, so that they are tried again."""
-        failed = [(json.dumps(row.id),) for row in self.rows() if row.failure is not None]
-        with self._explained(), self.db:
-            self.db.execute("BEGIN IMMEDIATE")
-            self.db.executemany("DELETE FROM entries WHERE kind = 'input' AND key = ?", failed)
-
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
         outcome = {"success", "distance"}
@@ -663,9 +615,9 @@ class Store:
         )
 
     def attacks(self) -> list[AttackRow]:
-        """Every stored attack, by kind, epsilon and id."""
+        """Every stored attack, by epsilon and id."""
         rows = self._read("attack", AttackRow)
-        return sorted(rows, key=lambda row: (row.kind, row.epsilon, str(row.id)))
+        return sorted(rows, key=lambda row: (row.epsilon, str(row.id)))
 
     def _texts(self, kind: str) -> list[str]:
         """The payloads of one kind; sizes are checked before anything is read into memory."""
@@ -679,7 +631,7 @@ class Store:
             texts = self.db.execute(f"SELECT payload {query} ORDER BY key", (kind,))
             return [text for (text,) in texts]
 
-    def _read(self, kind: str, model: type[Entry]) -> list[Entry]:
+    def _read(self, kind: str, model: type[Model]) -> list[Model]:
         """The payloads of one kind as typed documents."""
         return [
             parse_document(text, model, f"{self.path}, an entry of kind {kind}")

@@ -11,8 +11,7 @@ import os
 import pickle
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,16 +42,16 @@ class TaskSpec:
     Args:
         model: the network.
         manifest: of the run.
-        batch_size: most draws in one forward pass; no number depends on it.
         device: where the passes run.
         example: one input, on which a proved run captures the network.
+        batch_size: most draws in one forward pass; no number depends on it.
     """
 
     model: Portable
     manifest: Manifest
+    device: str
+    example: Tensor
     batch_size: int | None = None
-    device: str = "cpu"
-    example: Tensor | None = None
 
     @property
     def settings(self) -> Settings:
@@ -78,7 +77,6 @@ class TaskSpec:
             seed=settings.seed,
             chunk_size=chunk,
             map=self.manifest.simplex,
-            nonfinite=settings.nonfinite,
             noise=settings.noise,
         )
         classifier.cells = settings.cells
@@ -86,7 +84,9 @@ class TaskSpec:
 
 
 class Worker:
-    """Turns inputs into rows."""
+    """Turns inputs into rows; `measure` gives the fields of a row that depend on the kind of run."""
+
+    measure: Callable[[Item, Tensor], dict[str, Any]]
 
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
@@ -103,15 +103,6 @@ class Worker:
             values = {"failure": str(error)}
         seconds = max(0.0, time.process_time() - start)
         return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
-
-    def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """The fields of the row that depend on the kind of run.
-
-        Args:
-            item: the input.
-            x: its numbers, on the worker's device.
-        """
-        raise NotImplementedError
 
 
 class SampledWorker(Worker):
@@ -133,8 +124,18 @@ class SampledWorker(Worker):
         counter = self.counter
         counter.votes = {s: np.zeros(counter.num_classes, dtype=np.int64) for s in Stream}
         values: dict[str, Any] = {"n0": settings.n0, "draws": settings.n}
-        if settings.adaptive:
-            values["draws"] = self._adaptive(item, x)
+        if settings.target_radius is not None:
+            outcome = certify_adaptive(
+                counter,
+                x[None],
+                settings.target_radius,
+                n0=settings.n0,
+                n_max=settings.n,
+                alpha=settings.alpha,
+                procedure=settings.procedure,
+                ids=[item.id],
+            )
+            values["draws"] = int(outcome.draws[0])
         elif self.spec.manifest.scored:
             values["soft"] = self._soft(item, x)
         else:
@@ -163,21 +164,6 @@ class SampledWorker(Worker):
                 tuple(part[0].tolist()) for part in (m.shift, m.first, m.second, m.cross)
             ),
         )
-
-    def _adaptive(self, item: Item, x: Tensor) -> int:
-        """The number of draws made until the answer was certain."""
-        settings = self.spec.settings
-        outcome = certify_adaptive(
-            self.counter,
-            x[None],
-            settings.target_radius or 0.0,
-            n0=settings.n0,
-            n_max=settings.n,
-            alpha=settings.alpha,
-            procedure=settings.procedure,
-            ids=[item.id],
-        )
-        return int(outcome.draws[0])
 
 
 def require_dimension(settings: Settings, x: Tensor) -> None:
@@ -217,7 +203,6 @@ class ProvedWorker(Worker):
 
     def __init__(self, spec: TaskSpec) -> None:
         super().__init__(replace(spec, device="cpu"))
-        assert spec.example is not None
         settings = spec.settings
         module = spec.model.build("cpu")
         tensors = [*module.parameters(), *module.buffers()]
@@ -239,7 +224,6 @@ class ProvedWorker(Worker):
             item: the input.
             x: its numbers.
         """
-        assert self.spec.example is not None
         expected = tuple(self.spec.example.shape)
         if tuple(x.shape) != expected:
             raise Refused(
@@ -324,6 +308,7 @@ def run_on_ray(
     try:
         import ray
         from ray.exceptions import RayError
+        from ray.util import ActorPool
     except ImportError as error:
         raise InputError("several workers need ray: pip install 'equipoise[ray]'") from error
 
@@ -338,31 +323,24 @@ def run_on_ray(
     try:
         if started:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # a cluster of our own listens on the loopback address alone
-            own: dict[str, Any] = {
-                "num_cpus": workers,
-                "_node_ip_address": "127.0.0.1",
-                "include_dashboard": False,
-            }
-            common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-            ray.init(address=address or "local", **common, **({} if address else own))
+            options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+            if address is None:  # a cluster of our own listens on the loopback address alone
+                options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
+                options["include_dashboard"] = False
+            ray.init(address=address or "local", **options)
         kind: Any = ray.remote(
             num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3
         )(RayWorker)
         payload = ray.put(ray.cloudpickle.dumps(spec))
         team += [kind.remote(payload, path, _software(spec)) for _ in range(workers)]
 
-        idle: deque[Any] = deque(team * AHEAD)
-        flying: dict[Any, Any] = {}
-        while True:
-            while idle and (item := next(items, None)) is not None:
-                actor = idle.popleft()
-                flying[actor.row.remote(item)] = actor
-            if not flying:
-                return
-            done, _ = ray.wait(list(flying), num_returns=1)
-            idle.append(flying.pop(done[0]))
-            yield ray.get(done[0])
+        pool = ActorPool(team * AHEAD)
+        for item in items:
+            if not pool.has_free():
+                yield pool.get_next_unordered()
+            pool.submit(lambda actor, item: actor.row.remote(item), item)
+        while pool.has_next():
+            yield pool.get_next_unordered()
     except (RayError, ConnectionError, TypeError, RuntimeError) as error:
         cause = getattr(error, "cause", None) or error
         if isinstance(cause, EquipoiseError):

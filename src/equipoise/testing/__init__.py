@@ -7,7 +7,7 @@ without arguments that returns a tuple of `Check`.
 from importlib.metadata import entry_points
 
 from equipoise.core.errors import InputError
-from equipoise.lipschitz.witness import attack
+from equipoise.lipschitz.attack import attack
 from equipoise.testing import networks, norms
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 

@@ -30,8 +30,7 @@ class Tally:
         closest_upper: the smallest `upper/truth − 1`: the nearer to 0, the harder the test was.
         closest_lower: the largest `lower/truth`: the nearer to 1, the harder.
         seconds: spent.
-        examples: the first violations, in words.
-        scripts: programs that show a violation by themselves.
+        examples: the first violations, in words or as programs that show them.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Tally:
     closest_lower: float = 0.0
     seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
-    scripts: list[str] = field(default_factory=list)
 
     def record(self, lower: Any, upper: Any, truth: Any, what: str) -> None:
         """Compare brackets with the truth.
@@ -62,19 +60,15 @@ class Tally:
         for side, wrong, ends in (("upper", too_low, upper), ("lower", too_high, lower)):
             for i in wrong.nonzero().flatten().tolist():
                 self.violations += 1
-                self.explain(
-                    f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})"
-                )
+                if len(self.examples) < _MOST_EXAMPLES:
+                    self.examples.append(
+                        f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})"
+                    )
 
         positive = truth > 0
         if bool(positive.any()):
             self.closest_upper = min(self.closest_upper, float((upper / truth)[positive].min()) - 1)
             self.closest_lower = max(self.closest_lower, float((lower / truth)[positive].max()))
-
-    def explain(self, sentence: str) -> None:
-        """Keep a violation in words, if it is among the first."""
-        if len(self.examples) < _MOST_EXAMPLES:
-            self.examples.append(sentence)
 
 
 def _flat(value: Any) -> Tensor:

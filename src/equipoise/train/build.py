@@ -1,7 +1,5 @@
 """From a recipe to what it names: data, network, optimizer."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from functools import partial

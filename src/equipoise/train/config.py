@@ -385,7 +385,7 @@ def _code_names(value: Any, key: str = "") -> Any:
     elif isinstance(value, list):
         for item in value:
             yield from _code_names(item, key)
-    elif isinstance(value, str) and key not in ("description", "published", "weights", "teacher"):
+    elif isinstance(value, str) and key not in ("description", "published", "weights"):
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), value).split("#")[0]
         if SPEC.match(text) and not (key == "factory" and registered(text)):
             yield text

@@ -10,8 +10,6 @@ model.safetensors, config.json, certificate.json, README.md   the finished netwo
 Each file is written whole or not at all; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

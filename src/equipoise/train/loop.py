@@ -4,8 +4,6 @@ One loop for one CPU, many GPUs or many machines, on Hugging Face Accelerate. Ev
 batch, equally many examples, so the average of the local gradients is the gradient of the whole batch's mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -22,20 +20,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit
 from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
-from equipoise.train.journal import (
-    Position,
-    State,
-    claim,
-    save_state,
-    write_metrics,
-)
+from equipoise.train.journal import Position, State, claim, save_state, write_metrics
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.processes import from_first, key, rank, world
@@ -125,23 +117,10 @@ def run_recipe(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(checked.seed)
-        run = None
-        try:
-            run = Training(checked, build_data(checked.data), cpu, model, progress)
-            for penalty in run.penalties:
-                stack.callback(penalty.remove)
-            final = _train(run, folder, deadline, stack)
-        except EquipoiseError:
-            raise
-        except Exception as error:
-            reason = one_line(error)
-            if out_of_memory(error):
-                raise InputError(f"{checked.name} does not fit into memory: {reason}") from error
-            if run is not None and run.resumed:
-                raise InputError(
-                    f"the stored state does not fit the recipe's network: {reason}; remove it and the run starts over"
-                ) from error
-            raise
+        run = Training(checked, build_data(checked.data), cpu, model, progress)
+        for penalty in run.penalties:
+            stack.callback(penalty.remove)
+        final = _train(run, folder, deadline, stack)
     seconds = time.monotonic() - began
     finished = run.epoch == checked.epochs
     return Result(checked, run.measured.eval(), run.history, final, seconds, folder, finished)
@@ -259,8 +238,6 @@ class Training:
         self.epoch = self.batch = self.step = 0
         self.totals = Totals()
         self.history: list[Document] = []
-        #: a state was restored and no step was taken since
-        self.resumed = False
 
     @property
     def measured(self) -> nn.Module:
@@ -319,7 +296,6 @@ class Training:
                 self.totals.add(name, hits, tried)
         self.batch += 1
         self.step += 1
-        self.resumed = False
         return losses["loss"]
 
     def _backward(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
@@ -460,8 +436,12 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
     if isinstance(outcome, EquipoiseError):
         raise outcome
     if outcome is not None:
-        run.resumed = True
-        _restore(run, *outcome)
+        try:
+            _restore(run, *outcome)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"the stored state does not fit the recipe's network: {one_line(error)}; remove it and the run starts over"
+            ) from error
         if rank() == 0:
             write_metrics(folder, run.history)
 

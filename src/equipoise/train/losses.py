@@ -27,28 +27,15 @@ Counts = dict[str, tuple[Tensor, Tensor | int]]
 
 
 class Task:
-    """A loss that is a mean over the batch, and sums over examples for the metrics."""
+    """A loss that is a mean over the batch, and sums over examples for the metrics.
+
+    `loss(output, y)` is the mean loss of a batch; `counts(output, y, quick)` gives for each metric the sum of its hits and
+    how many were tried, `quick` without costly metrics.
+    """
 
     metrics: tuple[str, ...] = ("accuracy",)
-
-    def loss(self, output: Any, y: Tensor) -> Tensor:
-        """The mean loss of a batch.
-
-        Args:
-            output: of the network.
-            y: labels.
-        """
-        raise NotImplementedError
-
-    def counts(self, output: Any, y: Tensor, quick: bool = False) -> Counts:
-        """For each metric the sum of its hits and how many were tried.
-
-        Args:
-            output: of the network.
-            y: labels.
-            quick: leave costly metrics out.
-        """
-        raise NotImplementedError
+    loss: Callable[..., Tensor]
+    counts: Callable[..., Counts]
 
     def fit(self, model: nn.Module, source: Any) -> Task:
         """The task for this network and these data.

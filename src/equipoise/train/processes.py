@@ -5,8 +5,6 @@ the data is keyed by the epoch, augmentation and noise by the step and the place
 What the network itself draws (dropout) comes from torch's global generator, seeded by the step and the number of the process.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

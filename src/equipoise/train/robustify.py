@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from equipoise.checkpoints import load_model
-from equipoise.checkpoints.huggingface import is_hugging_face
 from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json
@@ -52,36 +50,30 @@ def robustify(
     source: str | Path,
     run_dir: str | Path,
     *,
-    weights: str | Path | None = None,
-    method: str = "sr",
-    data: str | None = None,
-    recipe: str | Path | Mapping[str, Any] | None = None,
-    changes: Iterable[str] = (),
     minutes: float | None = None,
     cpu: bool = False,
     progress: Report | None = None,
+    **task: Any,
 ) -> Robustified:
     """Convert a network (`make_lipschitz`), train it further, and measure both on the same data.
 
     The layers start from the weights they have; the certificate of the result is proved from its own weights. The run goes on
     where it stopped. `before-after.json` and `model.pt2`, the trained network with plain layers, are written beside it. The
     result of a checkpoint of a network of `nn.models` is such a checkpoint again; else `model.safetensors` belongs to
-    `make_lipschitz(factory(), method)`.
+    `make_lipschitz(network, method)`.
 
     Args:
         source: a checkpoint folder as `equipoise train` writes it, a Hugging Face folder, or `package.module:factory`, your own
             code.
         run_dir: the folder of the new run.
-        weights: safetensors for the factory's network.
-        method: of the layers: sr, aol, bcop, cayley, …
-        data: as `data.path` of a recipe, where no recipe is given.
-        recipe: how to train; its `model` is replaced.
-        changes: `"epochs=5"` and the like.
         minutes: as in `run_recipe`.
         cpu: do not use a GPU.
         progress: as in `run_recipe`.
+        **task: `weights`, safetensors for the factory's network; `method` of the layers: sr (the default), aol, bcop, cayley,
+            …; `data`, as `data.path` of a recipe, where no recipe is given; `recipe`, how to train, its `model` is replaced;
+            `changes`, `["epochs=5"]` and the like.
     """
-    checked, part, model, net = _prepare(source, weights, method, data, recipe, changes)
+    checked, part, model, net = _prepare(source, **task)
     shape = part.source.input_shape
     certified = certified_bound(model, shape, checked.metrics.rtol)
     before = evaluate(model, part, LOSSES["ce"](), torch.device("cpu"), checked.metrics, certified)
@@ -92,7 +84,9 @@ def robustify(
         net.factor.fill_(deflate(1 / max(constant, 1.0)))
     result = run_recipe(checked, run_dir, model=net, minutes=minutes, cpu=cpu, progress=progress)
     after = {**result.final, **result.final.get("test", {})}
-    _save_program(net, shape, Path(run_dir) / "model.pt2")
+    # with plain layers, for one input: every command takes it
+    program = torch.export.export(export(net.cpu()), (torch.zeros(1, *shape),))
+    torch.export.save(program, Path(run_dir) / "model.pt2")
 
     assert net.conversion is not None
     names = ("accuracy", "certified_accuracy", "bound")
@@ -103,36 +97,24 @@ def robustify(
     return robustified
 
 
-def plan_robustify(
-    source: str | Path,
-    *,
-    weights: str | Path | None = None,
-    method: str = "sr",
-    data: str | None = None,
-    recipe: str | Path | Mapping[str, Any] | None = None,
-    changes: Iterable[str] = (),
-) -> Document:
+def plan_robustify(source: str | Path, **task: Any) -> Document:
     """What `robustify` would cost on this machine, as `plan_recipe` says it; nothing is trained.
 
     Args:
-        source: as for `robustify`, like the other arguments.
-        weights: of the factory.
-        method: of the layers.
-        data: where no recipe is given.
-        recipe: how to train.
-        changes: of the recipe.
+        source: as for `robustify`.
+        **task: as for `robustify`.
     """
-    checked, _, _, net = _prepare(source, weights, method, data, recipe, changes)
+    checked, _, _, net = _prepare(source, **task)
     return plan_recipe(checked, net)
 
 
 def _prepare(
     source: str | Path,
-    weights: str | Path | None,
-    method: str,
-    data: str | None,
-    recipe: str | Path | Mapping[str, Any] | None,
-    changes: Iterable[str],
+    weights: str | Path | None = None,
+    method: str = "sr",
+    data: str | None = None,
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    changes: Iterable[str] = (),
 ) -> tuple[Recipe, Part, Any, Rescaled]:
     """The recipe, the data that the network is measured on, and the network before and after its conversion."""
     if not (Path(source).is_dir() or ":" in str(source)):
@@ -146,7 +128,7 @@ def _prepare(
     document = default if recipe is None else read_recipe(recipe).to_dict()
     # wide dense layers cost less
     options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
-    document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
+    document["model"] = _converted(Path(source), method, options)
     checked = read_recipe(document, changes)
 
     parts = build_data(checked.data)
@@ -161,25 +143,12 @@ def _prepare(
     return checked, part, model, net
 
 
-def _save_program(net: nn.Module, shape: tuple[int, ...], path: Path) -> None:
-    """The trained network with plain layers as a `.pt2` of one input, which every command takes."""
-    program = torch.export.export(export(net.cpu()), (torch.zeros(1, *shape),))
-    torch.export.save(program, path)
-
-
-def _converted(folder: Path, method: str, options: Document) -> Document | None:
-    """The recipe's model for a checkpoint of a builder of `nn.models`: the same builder, converted."""
-    if not folder.is_dir():
-        return None
-    config = read_json(folder / "config.json")
-    if is_hugging_face(config):
-        return {"factory": "equipoise.checkpoints:load_model", "arguments": {"source": str(folder)}}
+def _converted(source: Path, method: str, options: Document) -> Document:
+    """The recipe's model: for a checkpoint of a builder of `nn.models` the same builder, converted, else where it comes from."""
+    config = read_json(source / "config.json") if source.is_dir() else {}
     name = str(config.get("factory")).removeprefix("equipoise.nn.models:")
     if name not in MODELS:
-        raise InputError(
-            f"--from takes checkpoints of networks of equipoise.nn.models, {folder} names {config.get('factory')!r}; "
-            "name your own as package.module:factory, or convert a network in memory with equipoise.make_lipschitz"
-        )
+        return {"factory": "equipoise.checkpoints:load_model", "arguments": {"source": str(source)}}
     arguments = {"base": name, "arguments": config.get("arguments")}
     arguments |= {"method": method, "options": options}
     return {"factory": "equipoise.conversion:converted", "arguments": arguments}

@@ -1,9 +1,6 @@
 """What a recipe adds to the loss, does after a step, or does to the input: penalties, projections and augmentations."""
 
-from __future__ import annotations
-
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +16,7 @@ from equipoise.regularizers.decay import ActivationDecay
 from equipoise.regularizers.noise import input_gradient_penalty
 from equipoise.regularizers.projections import clip_weights_, project_
 from equipoise.regularizers.selection import LINEAR_MAPS
-from equipoise.train.config import NonNegative, Positive
+from equipoise.train.config import Count, NonNegative, Positive, Share
 from equipoise.train.losses import Task
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -160,9 +157,8 @@ def project_norm(
         only: types of layers.
         names: of layers.
     """
-    exponent: Any = p
     options = selection(only, names)
-    return Term(lambda: project_(context.model, exponent, radius, **options))
+    return Term(lambda: project_(context.model, p, radius, **options))
 
 
 def clip(context: Context, limit: NonNegative, only: Names = None, names: Names = None) -> Term:
@@ -215,18 +211,15 @@ def guard(
 PROJECTIONS: dict[str, Callable[..., Term]] = {"norm": project_norm, "clip": clip, "guard": guard}
 
 
-def _augmentation(function: Callable[..., Tensor]) -> Callable[..., Augment]:
-    """A row for `function(x, generator, **options)`."""
+def flip(p: Share = 0.5) -> Augment:
+    """Each image is mirrored with probability p."""
+    return functools.partial(augment.random_flip, p=p)
 
-    def row(**options: Any) -> Augment:
-        inspect.signature(function).bind(None, None, **options)
-        return functools.partial(function, **options)
 
-    return row
+def pad_crop(padding: Count = 4) -> Augment:
+    """Each image is padded with zeros and cropped to its size again at a random place."""
+    return functools.partial(augment.random_crop, padding=padding)
 
 
 #: what is done to the training images
-AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
-    "flip": _augmentation(augment.random_flip),
-    "pad-crop": _augmentation(augment.random_crop),
-}
+AUGMENTATIONS: dict[str, Callable[..., Augment]] = {"flip": flip, "pad-crop": pad_crop}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.core import InputError
-from equipoise_lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
+from equipoise_lab.experiments import Context, Experiment, Label, Verdict, reproduce, reproduce_all, results
 from equipoise_lab.experiments.experiment import Precondition
 from equipoise_lab.experiments.figures import canvas, line
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
@@ -131,13 +131,6 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
         reproduce(in_cells(made, 1), "laptop", Context(seed=1), folder)
     reproduce(in_cells(made, None), "laptop", Context(seed=2), folder)  # the parts of another seed are not taken
     assert made == ["2", "0", "0", "1", "2"]
-
-
-def test_misspelt_identifiers_and_scales():
-    with pytest.raises(InputError, match="did you mean 'readouts'"):
-        find("readout")
-    with pytest.raises(InputError, match="'laptop', 'desk', 'paper'"):
-        find("readouts").settings("huge")
 
 
 GAINS = [  # mean, half width, published effect, label

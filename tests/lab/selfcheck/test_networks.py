@@ -121,5 +121,5 @@ def test_attacks_reach_the_norm_of_a_matrix_in_every_norm():
 @pytest.mark.slow
 def test_two_minutes_without_violations():
     report = run(programs_suite(), seconds=120, seed=3)
-    assert report.violations == 0, report.tallies[0].scripts
+    assert report.violations == 0, report.tallies[0].examples
     assert report.tallies[0].refused < 0.6 * (report.comparisons + report.tallies[0].refused)

@@ -4,10 +4,12 @@ from equipoise.testing.runner import Check
 
 
 def trained_suite() -> tuple[Check, ...]:
-    """Matrices and convolutions trained to break their brackets, and both ends for an unknown input size."""
+    """Matrices and convolutions of every kind, trained ones, and both ends for an unknown input size."""
     from equipoise_lab.fuzz import norms
 
     return (
+        Check("matrices, every kind", norms.any_matrices),
+        Check("convolutions, every kind", norms.any_convolutions),
         Check("matrices, trained", norms.trained_matrices),
         Check("convolutions, trained", norms.trained_kernels),
         Check("convolutions, any size", norms.any_size),

@@ -159,10 +159,9 @@ def damaged_files(batch: Batch) -> None:
         if wrong is not None:
             batch.tally.violations += 1
             text = script(kind, before, f"{batch.label}, case {number}: {said}", wrong)
-            batch.tally.scripts.append(text)
             if len(batch.tally.examples) < 20:
                 batch.tally.examples.append(
-                    f"{batch.label}, case {number} ({kind}; {said}): {wrong.strip().splitlines()[-1]}"
+                    f"{batch.label}, case {number} ({kind}; {said}): {wrong.strip().splitlines()[-1]}\n{text}"
                 )
 
 

@@ -241,7 +241,7 @@ def random_networks(batch: Batch) -> None:
             batch.tally.violations += 1
             smallest = minimised(verdict.violation, seed % 1000)
             batch.tally.examples.append(f"{batch.label}: {_first_line(smallest)}")
-            batch.tally.scripts.append(script(smallest, seed % 1000, batch.label))
+            batch.tally.examples.append(script(smallest, seed % 1000, batch.label))
 
 
 def examine(program: Program, rng: random.Random, seed: int) -> list[Verdict]:

@@ -21,7 +21,6 @@ from equipoise.cli.norm import weight_rows
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.files import Digest, digest_document, guarded
 from equipoise.data import load_dataset
-from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.smoothing import read_log
 from equipoise.train.journal import STATE, Position, claim, read_state, save_state
@@ -62,7 +61,6 @@ def make_checkpoint(folder: Path) -> None:
         "equipoise.nn.models:mlp",
         arguments,
         (3,),
-        {"training": {"epoch": 3}},
     )
 
 
@@ -91,9 +89,7 @@ def make_run(folder: Path) -> None:
         "lipschitz": 3.0,
     }
     run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
-    run.add_attacks(
-        [AttackRow(id=i, kind="base", epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)]
-    )
+    run.add_attacks([AttackRow(id=i, epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)])
 
 
 def open_run_of(folder: Path) -> str:
@@ -128,11 +124,6 @@ def open_state(folder: Path) -> str:
     for name in sorted(state["model"]):
         digest.add(name, state["model"][name])
     return f"{digest} {position}"
-
-
-def make_audit(folder: Path) -> None:
-    """Bounds of a network."""
-    save_audit(audit_network("net", torch.nn.Linear(3, 2), torch.zeros(1, 3)), folder)
 
 
 def make_data(folder: Path) -> None:
@@ -221,7 +212,6 @@ SUBJECTS: dict[str, Subject] = {
     "dynamic program": Subject(make_dynamic, lambda folder: _answer(str(folder / "net.pt2"))),
     "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
-    "audit": Subject(make_audit, lambda folder: repr(load_audit(folder))),
     "data": Subject(make_data, open_data, guarded=False),
     "texts": Subject(make_texts, open_texts, guarded=False),
     "onnx": Subject(make_onnx, lambda folder: _answer(str(folder / "net.onnx")), guarded=False),

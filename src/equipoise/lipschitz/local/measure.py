@@ -163,7 +163,7 @@ class LocalBound:
         except Unsupported as reason:
             engine.say(f"boxes only: {reason}")
         with contextlib.suppress(Refused):  # boxes bound the rounding of values then
-            engine.rounding = Rounding.of(run, cache)
+            engine.rounding = Rounding(run, cache)
         return engine
 
     def say(self, text: str) -> None:

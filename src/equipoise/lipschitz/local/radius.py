@@ -293,7 +293,7 @@ class Certifier:
     def _bound_rounding(self) -> None:
         """The rounding of forward passes; without it, boxes bound that of the float64 evaluation."""
         try:
-            self.rounding = Rounding.of(self.run, self.cache)
+            self.rounding = Rounding(self.run, self.cache)
             if self.deployed is not None:
                 self.rounding.require(torch.float32)
         except Refused as reason:

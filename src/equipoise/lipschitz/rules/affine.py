@@ -22,6 +22,7 @@ from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
     Step,
+    as_signal,
     copies,
     largest,
     lower,
@@ -92,11 +93,7 @@ def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_map
     dims = weight.dim() - 2
     dilation = per_axis(call["dilation"], dims)
     padding = 0 if call["padding"] == "valid" else call["padding"]
-    if padding == "same":
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        amount = tuple((r // 2, r - r // 2) for r in reach)
-    else:
-        amount = tuple((p, p) for p in per_axis(padding, dims))
+    amount = None if padding == "same" else [(p, p) for p in per_axis(padding, dims)]
     stride, size = per_axis(call["stride"], dims), shape and shape[-dims:]
     return linear_maps.convolution(
         weight, "zeros", stride, dilation, int(call["groups"]), amount, size
@@ -156,27 +153,21 @@ def batch_norm(call: Call) -> Step:
             "batch normalisation with batch statistics mixes the samples", "call model.eval() first"
         )
     x = call.x
-    scale = normalising(call.constant("weight"), var, float(call["eps"]))
-    if not bool(torch.isfinite(scale).all()):
-        call.refuse(
-            "the running variance is negative or the scale is not finite", "check the checkpoint"
-        )
     shape = [1] * len(x.shape)
     shape[1] = -1
-    scale = scale.reshape(shape)
+    scale = normalising(call.constant("weight"), var, float(call["eps"])).reshape(shape)
     bias = 0.0 if call["bias"] is None else call.constant("bias").double().reshape(shape)
     centre = mean.double().reshape(shape) * scale
     shift = bias - centre
     size = centre.abs() + abs(bias)
     scaled = _scaling(call, x, scale, rounded=True)
-    high, far = scaled.gains[0][1], inflate(norm_of(shift))
-    positions = x.numel / max(1, scale.numel())
+    high, far = scaled.gains[0][1], inflate(norm_of(torch.broadcast_to(shift, x.shape)))
     return replace(
         scaled,
         label="batch norm",
         bracket=Bracket(largest(scale) * (1 - 2.0**-49), high, method="exact"),
-        offset=inflate(inflate(math.sqrt(positions)) * far),
-        peak=inflate(scaled.peak + far),
+        offset=far,
+        peak=inflate(scaled.peak + largest(shift)),
         row=math.inf,
         low=-math.inf,
         map=Scaled(scale, shift, size, _as_diagonal(scale, len(shape))),
@@ -190,6 +181,12 @@ def multiplication(call: Call) -> Step:
     if isinstance(a, Signal) and isinstance(b, Signal):
         return branch_product(call, a, b)
     return _scaling(call, a, float64(b)) if isinstance(a, Signal) else _scaling(call, b, float64(a))
+
+
+@rule("aten.neg.default", "aten._neg_view.default")
+def negative(call: Call) -> Step:
+    """`−x`: an isometry."""
+    return _scaling(call, call.x, float64(-1.0))
 
 
 @rule("aten.div.Tensor", "aten.div.Scalar")
@@ -208,7 +205,7 @@ def division(call: Call) -> Step:
 
 def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if not bool(torch.isfinite(c).all()):
-        call.refuse("the constant factor is not finite", "check the constants")
+        call.refuse("the constant factor is not finite", "check the constants (a variance < 0?)")
     top = largest(c)
     top = inflate(top) if rounded else top
     gain, form = top, None
@@ -240,23 +237,23 @@ def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
+    long = tuple(i - c.dim() for i, n in enumerate(c.shape) if n > 1)
+    dim = {(): 1, (1 - dims,): 1, (-1,): -1}.get(long)
     error = inflate(8 * 2.0**-53 * largest(c))
-    if c.numel() == 1:
-        return Diagonal(c.reshape(1), 1, error)
-    long = [c.dim() - i for i, n in enumerate(c.shape) if n > 1]
-    if len(long) != 1:
-        return None
-    dim = dims - long[0]
-    if dim == dims - 1:
-        return Diagonal(c.flatten(), -1, error)
-    return Diagonal(c.flatten(), 1, error) if dim == 1 else None
+    return None if dim is None else Diagonal(c.flatten(), dim, error)
 
 
-@rule("aten.add.Tensor", "aten.add.Scalar")
+@rule(*(f"aten.{name}.{kind}" for name in ("add", "sub", "rsub") for kind in ("Tensor", "Scalar")))
 def addition(call: Call) -> Step:
-    """`a + α·b`: the bounds of the branches add up; a constant only shifts."""
-    terms = (call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))
-    return _interpolation(call) or sum_of(call, terms)
+    """`a + α·b`, `a − α·b` and `b − α·a`: the bounds of the branches add up; a constant only shifts."""
+    a, b, alpha = call["self"], call["other"], float(call.get("alpha", 1))
+    match aten_name(call.node).partition(".")[0]:
+        case "add":
+            return _interpolation(call) or sum_of(call, ((a, 1.0), (b, alpha)))
+        case "sub":
+            return sum_of(call, ((a, 1.0), (b, -alpha)))
+        case _:
+            return sum_of(call, ((a, -alpha), (b, 1.0)))
 
 
 def _interpolation(call: Call) -> Step | None:
@@ -271,26 +268,14 @@ def _interpolation(call: Call) -> Step | None:
             values = [call.lookup(v) for v in (gap.args[0], last, gate) if isinstance(v, fx.Node)]
             if len(values) < 3 or any(v.shape != call.shape for v in values):
                 continue
-            h, n, z = values
-            size = h.peak if isinstance(h, Signal) else largest(h)
-            inside = isinstance(n, Signal) and isinstance(z, Signal) and 0 <= z.low <= z.peak <= 1
-            if inside and math.isfinite(size + n.peak):
-                between = ((h, 1.0), (n, 1.0), (z, inflate(n.peak + size)))
-                gains = tuple(pair for pair in between if isinstance(pair[0], Signal))
-                return Step(gains, "interpolation", peak=inflate(max(n.peak, size)), map=Product())
+            h, n, z = (v if isinstance(v, Signal) else as_signal(call, v) for v in values)
+            reach = inflate(n.peak + h.peak)
+            if 0 <= z.low <= z.peak <= 1 and math.isfinite(reach):
+                between = zip(values, (1.0, 1.0, reach), strict=True)
+                gains = tuple((v, gain) for v, gain in between if isinstance(v, Signal))
+                peak = inflate(max(n.peak, h.peak))
+                return Step(gains, "interpolation", peak=peak, map=Product())
     return None
-
-
-@rule("aten.sub.Tensor", "aten.sub.Scalar")
-def subtraction(call: Call) -> Step:
-    """`a − α·b`."""
-    return sum_of(call, ((call["self"], 1.0), (call["other"], -float(call.get("alpha", 1)))))
-
-
-@rule("aten.rsub.Scalar", "aten.rsub.Tensor")
-def reverse_subtraction(call: Call) -> Step:
-    """`b − α·a`."""
-    return sum_of(call, ((call["self"], -float(call.get("alpha", 1))), (call["other"], 1.0)))
 
 
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
@@ -305,31 +290,21 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     shift = None
     offset, peak, norm, row, low = 0.0, 0.0, 0.0, 0.0, 0.0
     for value, factor in terms:
-        size = abs(factor)
         if isinstance(value, Signal):
             repeats = copies(value, call.shape)
-            grown = repeats if size == 1 else inflate(size * repeats)
-            gains.append((value, grown))
+            gains.append((value, repeats if abs(factor) == 1 else inflate(abs(factor) * repeats)))
             weights.append(factor)
-            peak = inflate(peak + size * value.peak)
-            norm = inflate(norm + grown * value.norm)
-            row = (
-                inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
-            )
-            if factor:
-                low = lower(low + factor * (value.low if factor > 0 else value.peak))
         else:
-            c = float64(value) * factor
+            c, factor = float64(value) * factor, 1.0
             shift = c if shift is None else shift + c
-            spread = torch.broadcast_to(c, call.shape)
-            length = inflate(norm_of(spread))
-            peak = inflate(peak + largest(c))
-            norm = inflate(norm + length)
-            offset = inflate(offset + length)
-            row = inflate(
-                row + (float(frobenius(spread, (-1,)).max()) if call.shape else largest(c))
-            )
-            low = lower(low + float(c.min()))
+            value, repeats = as_signal(call, torch.broadcast_to(c, call.shape)), 1.0
+            offset = inflate(offset + value.norm)
+        size = abs(factor)
+        peak = inflate(peak + size * value.peak)
+        norm = inflate(norm + inflate(size * repeats) * value.norm)
+        row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+        if factor:
+            low = lower(low + factor * (value.low if factor > 0 else value.peak))
     if len(gains) > 1:
         label = "sum" if min(weights) > 0 else "difference"
         map: Map = Sum(tuple(weights), shift)
@@ -365,7 +340,9 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():
-        norms = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
+        norms = spectral_norm(
+            constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
+        )
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
     top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0, map=Own())

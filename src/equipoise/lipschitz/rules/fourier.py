@@ -72,14 +72,7 @@ complex_rule(*(f"aten.{name}" for name in shapes.COPIES))(shapes.identity)
 complex_rule(*(f"aten.{name}" for name in shapes.SELECTIONS))(shapes.selection)
 complex_rule("aten.slice_scatter.default", "aten.select_scatter.default")(shapes.overwrite_part)
 complex_rule("aten.copy.default")(shapes.overwrite)
-
-
-@complex_rule("aten.constant_pad_nd.default")
-def padded(call: Call) -> Step:
-    """Zeros around, or entries cut off."""
-    if call["value"]:
-        call.refuse("a spectrum padded by another number than 0")
-    return Step(((call.x, 1.0),), "padding", offset=0.0)
+complex_rule("aten.constant_pad_nd.default")(shapes.pad)
 
 
 @complex_rule("aten.mul.Tensor", "aten.mul.Scalar")

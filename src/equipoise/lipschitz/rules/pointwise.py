@@ -9,15 +9,13 @@ function is continued by its values at the ends.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Scaled
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
-from equipoise.maps.linear import Diagonal
 from equipoise.maps.pointwise import (
     TABLE,
     Pointwise,
@@ -35,16 +33,20 @@ _aten = torch.ops.aten
 # --- activations ------------------------------------------------------------------------------------------------------------
 
 
-def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
+def pointwise(
+    call: Call, curve: Pointwise | Callable[[Call], Pointwise], label: str, note: str = ""
+) -> Step:
     """The step of an activation.
 
     Args:
         call: its first signal is the argument.
-        curve: the function.
+        curve: the function, or what makes it of the call's parameters.
         label: shown in the report.
         note: shown in the report's row.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
+    if not isinstance(curve, Pointwise):
+        curve = curve(call)
     offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
     return Step(
@@ -106,10 +108,6 @@ def _threshold(call: Call) -> Pointwise:
     return clamp(value)
 
 
-def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
-    return pointwise(call, curve(call), label)
-
-
 #: curves with a parameter of the call
 _CURVES: dict[str, Callable[[Call], Pointwise]] = {
     "elu": _elu,
@@ -121,15 +119,7 @@ _CURVES: dict[str, Callable[[Call], Pointwise]] = {
     "softshrink": lambda call: softshrink(float(call["lambd"])),
 }
 for _name, _made in _CURVES.items():
-    rule(f"aten.{_name}.default")(functools.partial(_row, curve=_made, label=_name))
-
-
-@rule("aten.neg.default", "aten._neg_view.default")
-def negative(call: Call) -> Step:
-    """`−x`: an isometry."""
-    x, minus = call.x, torch.tensor(-1.0, dtype=torch.float64)
-    map = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
-    return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=map)
+    rule(f"aten.{_name}.default")(functools.partial(pointwise, curve=_made, label=_name))
 
 
 @rule("aten.softplus.default")
@@ -170,46 +160,38 @@ def clipped(call: Call) -> Step:
 _SLACK = 1 + 1e-12
 
 
-@dataclass(frozen=True)
-class _Steep:
-    """A function and its slope above `start`, where |slope| and |function| are largest at the ends of every interval."""
-
-    function: Callable[[Tensor], Tensor]
-    slope: Callable[[float], float]
-    start: float = -math.inf
-
-
+#: functions whose value and slope are largest, in modulus, at the ends of every interval above this number
 _STEEP = {
-    "exp": _Steep(torch.exp, math.exp),
-    "square": _Steep(torch.square, lambda t: 2 * t),
-    "sqrt": _Steep(torch.sqrt, lambda t: 0.5 / math.sqrt(t), 0.0),
-    "rsqrt": _Steep(torch.rsqrt, lambda t: -0.5 * t**-1.5, 0.0),
-    "reciprocal": _Steep(torch.reciprocal, lambda t: -(t**-2), 0.0),
-    "log": _Steep(torch.log, lambda t: 1 / t, 0.0),
-}
+    "exp": -math.inf, "square": -math.inf, "sqrt": 0.0, "rsqrt": 0.0, "reciprocal": 0.0, "log": 0.0,
+}  # fmt: skip
 
 
-def _steep(call: Call, steep: _Steep, label: str) -> Step:
+def _value_and_slope(function: Callable[[Tensor], Tensor], t: float) -> tuple[float, float]:
+    with torch.inference_mode(False), torch.enable_grad():
+        at = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+        value = function(at)
+        (slope,) = torch.autograd.grad(value, at)
+    return float(value.detach()), float(slope)
+
+
+def _steep(call: Call, function: Callable[[Tensor], Tensor], start: float, label: str) -> Step:
     """The step of a steep function of x, on the interval in which x is known to lie."""
     x = call.x
     a, b = max(x.low, -x.peak), x.peak
-    if not a > steep.start and steep.start != -math.inf:
+    if not a > start and start != -math.inf:
         call.refuse(
-            f"it has no bounded slope near {steep.start:g}, and nothing keeps its argument away from it",
+            f"it has no bounded slope near {start:g}, and nothing keeps its argument away from it",
             "keep its argument away from 0, e.g. by adding an ε to something that is not negative",
         )
-    slopes = [_number(steep.slope, end) for end in (a, b)]
+    values, slopes = zip(*(_value_and_slope(function, end) for end in (a, b)), strict=True)
     if not all(map(math.isfinite, slopes)):
         call.refuse(f"{label} has no slope that fits a float between {a:.3g} and {b:.3g}", BALL)
 
-    def value(t: float) -> float:
-        return float(steep.function(torch.tensor(t, dtype=torch.float64)))
-
     nearest_to_zero = min(max(0.0, a), b)
-    values = [value(end) for end in (a, b, nearest_to_zero)]
+    values = (*values, _value_and_slope(function, nearest_to_zero)[0])
     curve = Pointwise(
         (-inflate(max(0.0, *(-s for s in slopes)) * _SLACK), inflate(max(0.0, *slopes) * _SLACK)),
-        lambda t: steep.function(t.clamp(a, b)),
+        lambda t: function(t.clamp(a, b)),
         at_zero=inflate(abs(values[2]) * _SLACK),
         peak=inflate(max(map(abs, values)) * _SLACK),
         everywhere=False,  # beyond the interval the function itself may be steeper
@@ -221,15 +203,10 @@ def _steep(call: Call, steep: _Steep, label: str) -> Step:
     )
 
 
-def _number(function: Callable[[float], float], t: float) -> float:
-    try:
-        return function(t)
-    except OverflowError:
-        return math.inf
-
-
-for _name, _entry in _STEEP.items():
-    rule(f"aten.{_name}.default")(functools.partial(_steep, steep=_entry, label=_name))
+for _name, _start in _STEEP.items():
+    rule(f"aten.{_name}.default")(
+        functools.partial(_steep, function=getattr(torch, _name), start=_start, label=_name)
+    )
 
 
 @rule("aten.pow.Tensor_Scalar")
@@ -244,11 +221,7 @@ def power(call: Call) -> Step:
         call.refuse(f"the power {p:g} of negative numbers is not real")
     exponent = int(p) if p == int(p) else p  # whole powers of negative numbers are real
     start = 0.0 if p < 1 else -math.inf
-    return _steep(
-        call,
-        _Steep(lambda t: t.pow(exponent), lambda t: p * t ** (exponent - 1), start),
-        f"power {p:g}",
-    )
+    return _steep(call, lambda t: t.pow(exponent), start, f"power {p:g}")
 
 
 # --- what has no constant ---------------------------------------------------------------------------------------------------

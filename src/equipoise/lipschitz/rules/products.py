@@ -282,27 +282,28 @@ def _transposed_norm(call: Call, b: Signal) -> float:
     """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
     b = _ungrouped(call, b)
     node: Any = b.node
-    if aten_name(node) != "transpose.int":
-        return math.inf
-    source, *dims = node.args
     rank = len(b.shape)
-    if {d % rank for d in dims} != {rank - 1, rank - 2}:
+    if aten_name(node) != "transpose.int" or {d % rank for d in node.args[1:]} != {
+        rank - 1,
+        rank - 2,
+    }:
         return math.inf
-    before: Signal = call.lookup(source)
+    before: Signal = call.lookup(node.args[0])
     return inflate(math.sqrt(before.shape[-2]) * before.row)
 
 
 def _attention(call: Call, scores: Signal, v: Signal) -> Step:
-    """`softmax(S)·V`: gain of S is the row bound R_V of V, that of V is √n for n queries.
+    """`softmax(S)·V`: gain of S is the row bound R_V of V, or half of its norm; that of V is √n for n queries.
 
-    Row by row `∂(Σ_j p_j v_j)/∂s = Σ_j p_j (v_j − v̄) e_jᵀ`, of norm at most √(Σ p_j |v_j − v̄|²) ≤ R_V; and a stochastic matrix
+    Softmax has the constant ½. Row by row
+    `∂(Σ_j p_j v_j)/∂s = Σ_j p_j (v_j − v̄) e_jᵀ`, of norm at most √(Σ p_j |v_j − v̄|²) ≤ R_V; and a stochastic matrix
     with n rows has norm at most √n (Kim et al. 2021 show that without a bound on V there is no constant).
     """
     if not math.isfinite(v.row):
         _unbounded(call, "attention")
     queries = inflate(math.sqrt(scores.shape[-2]))
     norm = inflate(math.sqrt(math.prod(call.shape[:-1])) * v.row)
-    gains = ((scores, inflate(v.row)), (v, queries))
+    gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
     return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=Product())
 
 

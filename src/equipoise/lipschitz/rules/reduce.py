@@ -1,9 +1,12 @@
 """Reductions, pooling, resampling, order statistics and concatenations: exact norms, or contractions."""
 
 import functools
+import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,35 +20,24 @@ from equipoise.lipschitz.rules.registry import (
     Signal,
     Step,
     carried,
-    largest,
+    chosen,
     lower,
-    norm_of,
     per_axis,
-    repeated,
     root,
     rule,
 )
-from equipoise.lipschitz.rules.shapes import most_frequent, named
+from equipoise.lipschitz.rules.shapes import named
 from equipoise.lipschitz.values import aten_name
 from equipoise.norms import spectral_norm
 
 # --- sums, means and norms --------------------------------------------------------------------------------------------------
 
 
-def _count(call: Call, x: Signal) -> int:
-    """Number of entries that one output entry reads."""
-    dim = call.get("dim")
-    if dim is None or dim == []:
-        return x.numel
-    dims = {d % len(x.shape) for d in (dim if isinstance(dim, list | tuple) else [dim])}
-    return math.prod(x.shape[d] for d in dims)
-
-
 @rule("aten.mean.dim", "aten.mean.default")
 def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
     x = call.x
-    n = _count(call, x)
+    n = x.numel // max(1, math.prod(call.shape))
     gain = inflate(1 / math.sqrt(n)) if n > 1 else 1.0
     return Step(((x, gain),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average())
 
@@ -54,7 +46,7 @@ def mean(call: Call) -> Step:
 def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
     x = call.x
-    n = _count(call, x)
+    n = x.numel // max(1, math.prod(call.shape))
     peak, low = inflate(n * x.peak), lower(n * x.low)
     return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=peak, low=low, map=Average())
 
@@ -78,33 +70,37 @@ def _max_pool(call: Call, *, d: int) -> Step:
     kernel = per_axis(call["kernel_size"], d)
     stride = per_axis(call["stride"], d, kernel)
     axes = zip(
-        call.x.shape[-d:], call.shape[-d:], kernel, stride, per_axis(call["padding"], d), per_axis(call["dilation"], d),
-        strict=True,
+        call.shape[-d:], kernel, stride, per_axis(call["padding"], d), per_axis(call["dilation"], d), strict=True
     )  # fmt: skip
-    windows = 1
-    for n, out, k, s, p, dilation in axes:
-        pixels = torch.arange(out)[:, None] * s - p + torch.arange(k) * dilation
-        inside = (pixels >= 0) & (pixels < n)
-        if not bool(inside.any(1).all()):
-            call.refuse(
-                "a window holds nothing but padding, so its maximum is −∞",
-                "pad less, or dilate less",
-            )
-        windows *= most_frequent(torch.where(inside, pixels + 1, 0))
-    return _pooled(call, windows, d)
+    return _pooled(
+        call,
+        [
+            [range(i * s - p, i * s - p + k * dilation, dilation) for i in range(out)]
+            for out, k, s, p, dilation in axes
+        ],
+    )
 
 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
     """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
-    windows = 1
-    for n, o in zip(call.x.shape[-d:], call.shape[-d:], strict=True):
-        pixels = [j + 1 for i in range(o) for j in range(i * n // o, -(-(i + 1) * n // o))]
-        windows *= most_frequent(torch.tensor(pixels))
-    return _pooled(call, windows, d)
+    axes = zip(call.x.shape[-d:], call.shape[-d:], strict=True)
+    return _pooled(
+        call, [[range(i * n // o, -(-(i + 1) * n // o)) for i in range(o)] for n, o in axes]
+    )
 
 
-def _pooled(call: Call, windows: int, d: int) -> Step:
-    return carried(call.x, root(windows), "max pooling", Largest(windows, sliding=True, dims=d))
+def _pooled(call: Call, axes: list[list[range]]) -> Step:
+    """Maxima over windows, given per axis as the pixels of each."""
+    d, most = len(axes), 1
+    for n, windows in zip(call.x.shape[-d:], axes, strict=True):
+        inside = [[i for i in window if 0 <= i < n] for window in windows]
+        if not all(inside):
+            call.refuse(
+                "a window holds nothing but padding, so its maximum is −∞",
+                "pad less, or dilate less",
+            )
+        most *= max(Counter(itertools.chain.from_iterable(inside)).values())
+    return carried(call.x, root(most), "max pooling", Largest(most, sliding=True, dims=d))
 
 
 def _linear_step(
@@ -222,9 +218,7 @@ def extreme(call: Call) -> Step:
 @rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
 def two_to_one(call: Call) -> Step:
     """The larger or smaller of two entries: root of the sum of squares."""
-    gains, fixed, peak = repeated(call, (call["self"], call["other"]))
-    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
-    return Step(gains, "maximum", "root", offset=offset, peak=peak, map=Largest())
+    return chosen(call, (call["self"], call["other"]), "maximum", Largest())
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
@@ -233,21 +227,13 @@ def concatenation(call: Call) -> Step:
     join = torch.stack if aten_name(call.node) == "stack.default" else torch.cat
     tensors = call["tensors"]
     signals = [t for t in tensors if isinstance(t, Signal)]
-    constants = [t for t in tensors if isinstance(t, Tensor) and t.numel()]
-    offset = inflate(math.hypot(*map(norm_of, constants)))
-    sources = _without_max_min(call, signals)
-    plain = sources == signals
     fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors)
-    return Step(
-        tuple((s, 1.0) for s in sources),
-        "concatenation",
-        "root",
-        offset=offset,
-        norm=inflate(math.hypot(*(t.norm for t in signals), offset)),
-        peak=max([t.peak for t in signals] + [largest(t) for t in constants]),
-        low=min([t.low for t in signals] + [float(t.min()) for t in constants]),
-        map=Join(fixed, functools.partial(join, dim=call["dim"])) if plain else Sorted(),
-    )
+    map = Join(fixed, functools.partial(join, dim=call["dim"]))
+    step = chosen(call, tensors, "concatenation", map, spread=False)
+    sources = _without_max_min(call, signals)
+    if sources == signals:
+        return step
+    return replace(step, gains=tuple((s, 1.0) for s in sources), map=Sorted())
 
 
 #: maxima, and minima, of two tensors and of a set of entries
@@ -279,21 +265,16 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     if node.target is operator.getitem:
         node = node.args[0]
     name = aten_name(node)
-    if name not in _LARGER + _SMALLER or node.kwargs:
-        return ("other",), []
-    kind = "larger" if name in _LARGER else "smaller"
-    operands = [call.lookup(n) for n in node.all_input_nodes]
-    if not all(isinstance(s, Signal) for s in operands):
-        return ("other",), []
-    if len(operands) == 2:  # maximum(a, b)
-        both = frozenset(_identity(n) for n in node.args)
-        fits = len(both) == 2 and all(s.shape == part.shape for s in operands)
-        return (kind, both) if fits else ("other",), operands
-    if len(node.args) < 2 or part.numel == operands[0].numel:
-        return ("other",), []
-    shape = operands[0].shape
-    dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    return (kind, _identity(node.args[0]), frozenset(d % len(shape) for d in dims)), operands
+    known = name in _LARGER + _SMALLER and not node.kwargs
+    operands = [call.lookup(n) for n in node.all_input_nodes] if known else []
+    match operands:
+        case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
+            of: Any = frozenset(_identity(node.args))
+        case [Signal(numel=n)] if part.numel < n and len(node.args) > 1:
+            of = _identity(node.args)
+        case _:
+            return ("other",), []
+    return ("larger" if name in _LARGER else "smaller", of), operands
 
 
 def _identity(argument: Any, depth: int = 4) -> Any:

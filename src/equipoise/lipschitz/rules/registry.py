@@ -14,7 +14,7 @@ from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import deflate, frobenius, inflate
+from equipoise.core.precision import deflate, float64, frobenius, inflate
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import Lookup, where
 from equipoise.maps.linear import Linear
@@ -139,11 +139,6 @@ class Call:
         """
         return self.arguments.get(name, default)
 
-    @property
-    def rtol(self) -> float:
-        """Relative gap asked of every operator norm."""
-        return self.cache.rtol
-
     def bracket(self, form: Linear) -> Bracket:
         """Bracket of the norm of a linear form, computed once for shared weights."""
         return bracket(form, self.cache)
@@ -192,10 +187,8 @@ _RULES: dict[str, Rule] = {}
 _COMPLEX: dict[str, Rule] = {}
 
 
-def _keeps(
-    table: dict[str, Rule], names: Iterable[str], override: bool = False
-) -> Callable[[Rule], Rule]:
-    """Decorator: put a function into the table under these names."""
+def _keeps(table: dict[str, Rule], *names: str, override: bool = False) -> Callable[[Rule], Rule]:
+    """Decorator: put a function into the table under these names, as in the graph, e.g. `aten.relu.default`."""
 
     def keep(function: Rule) -> Rule:
         for name in names:
@@ -209,14 +202,9 @@ def _keeps(
     return keep
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
-    return _keeps(_RULES, names)
-
-
-def complex_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Decorator: this function bounds these operations where a complex number goes in or comes out."""
-    return _keeps(_COMPLEX, names)
+#: decorators: this function bounds these operations; where a complex number goes in or comes out
+rule = functools.partial(_keeps, _RULES)
+complex_rule = functools.partial(_keeps, _COMPLEX)
 
 
 def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]:
@@ -233,7 +221,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
         raise InputError(
             f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}"
         )
-    return _keeps(_RULES, names, override)
+    return _keeps(_RULES, *names, override=override)
 
 
 def find_rule(node: fx.Node) -> Rule:
@@ -311,13 +299,13 @@ def norm_of(values: Tensor | None) -> float:
 
 def largest(value: Tensor | complex) -> float:
     """Upper bound of the entries of a constant, in modulus; 0 if it has none."""
-    if not isinstance(value, Tensor):
-        return inflate(abs(value)) if isinstance(value, complex) else abs(float(value))
-    if value.numel() == 0:
+    kind = torch.complex128 if isinstance(value, complex) else torch.float64
+    c = value if isinstance(value, Tensor) else torch.tensor(value, dtype=kind)
+    if c.numel() == 0:
         return 0.0
-    if value.is_complex():
-        return inflate(float(value.detach().to(torch.complex128).abs().max()))
-    return float(value.detach().abs().max())
+    if c.is_complex():
+        return inflate(float(c.detach().to(torch.complex128).abs().max()))
+    return float(c.detach().abs().max())
 
 
 def lower(x: float) -> float:
@@ -346,22 +334,50 @@ def copies(signal: Signal, shape: Shape) -> float:
     return root(max(1, times))
 
 
-def repeated(
-    call: "Call", values: Iterable[Any]
-) -> tuple[tuple[tuple[Signal, float], ...], float, float]:
-    """Tensors and numbers that broadcast to the output: the gains of the signals, the largest constant and the largest entry.
+def as_signal(call: "Call", c: Tensor) -> Signal:
+    """A constant, real in float64 or complex, with the bounds of its size, as signals have them.
 
     Args:
-        call: the node, whose output has the shape they broadcast to.
-        values: signals, constant tensors and numbers.
+        call: the node that reads it.
+        c: the constant, not empty.
     """
-    gains, fixed = [], 0.0
+    row = float(frobenius(c, (-1,)).max()) if c.dim() else largest(c)
+    low = -math.inf if c.is_complex() else float(c.min())
+    return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), low)
+
+
+def chosen(
+    call: "Call", values: Iterable[Any], label: str, map: Map | None = None, *, spread: bool = True
+) -> Step:
+    """The step of an operation that takes every entry of its result from one of its operands.
+
+    Args:
+        call: the node.
+        values: the operands: signals, constant tensors and numbers.
+        label: shown in the report.
+        map: what the operation is, where that is known.
+        spread: whether the operands are broadcast to the shape of the result; else each entry is taken once at most.
+    """
+    gains: list[tuple[Signal, float]] = []
+    fixed: list[Signal] = []
     for value in values:
         if isinstance(value, Signal):
-            gains.append((value, copies(value, call.shape)))
-        else:
-            fixed = max(fixed, largest(value))
-    return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
+            gains.append((value, copies(value, call.shape) if spread else 1.0))
+        elif not isinstance(value, Tensor) or value.numel():
+            c = value if isinstance(value, Tensor) and value.is_complex() else float64(value)
+            fixed.append(as_signal(call, torch.broadcast_to(c, call.shape) if spread else c))
+    every = [*fixed, *(s for s, _ in gains)]
+    offset = inflate(math.hypot(*(s.norm for s in fixed)))
+    return Step(
+        tuple(gains),
+        label,
+        "root",
+        offset=offset,
+        norm=inflate(math.hypot(*(gain * s.norm for s, gain in gains), offset)),
+        peak=max(s.peak for s in every),
+        low=min(s.low for s in every),
+        map=map or Opaque(),
+    )
 
 
 def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> Shape:

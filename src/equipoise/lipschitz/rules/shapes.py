@@ -14,10 +14,8 @@ from equipoise.lipschitz.rules.registry import (
     Signal,
     Step,
     carried,
+    chosen,
     copies,
-    largest,
-    norm_of,
-    repeated,
     root,
     rule,
     unchanged,
@@ -163,6 +161,8 @@ def identity(call: Call) -> Step:
 def pad(call: Call) -> Step:
     """Padding: √ of how often the most copied entry appears; zeros 1, reflect and circular ≤ √2 per axis, replicate √(p + 1)."""
     x, mode = call.x, call.get("mode", "constant")
+    if isinstance(call["value"], complex):
+        call.refuse("padding by a complex number")
     value = float(call["value"] or 0.0)
     twice = list(call["pad"])
     fixed = mode == "constant"
@@ -170,10 +170,7 @@ def pad(call: Call) -> Step:
     def run(t: Tensor, fill: float) -> Tensor:
         return torch.nn.functional.pad(t, twice, mode=mode, value=fill if fixed else None)
 
-    gain = 1.0
-    if not fixed:
-        numbers = torch.arange(1.0, x.numel + 1, dtype=torch.float64).reshape(x.shape)
-        gain = root(most_frequent(run(numbers, 0.0).long()))
+    gain = 1.0 if fixed else root(most_frequent(_places(call, x)))
     negative = min(twice) < 0
     added = math.prod(call.shape) - (0 if negative else x.numel)
     amounts = tuple(zip(twice[::2], twice[1::2], strict=True))[::-1]
@@ -197,14 +194,11 @@ def pad(call: Call) -> Step:
 def mask(call: Call) -> Step:
     """A constant mask chooses entries: root of the sum of squares over the branches."""
     values = dict(call.arguments)
-    condition = values.pop("condition", None) if "condition" in values else values.pop("mask")
-    if isinstance(condition, Signal):
+    if isinstance(values.pop("condition" if "condition" in values else "mask"), Signal):
         call.refuse(
             "the mask depends on the input, so the choice jumps", "use relu, clamp or maximum"
         )
-    gains, fixed, peak = repeated(call, values.values())
-    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
-    return Step(gains, "mask", "root", offset=offset, peak=peak)
+    return chosen(call, values.values(), "mask")
 
 
 @rule("aten.copy.default")
@@ -217,11 +211,7 @@ def overwrite(call: Call) -> Step:
 @rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def overwrite_part(call: Call) -> Step:
     """Some entries of one tensor, the others of another: root of the sum of squares."""
-    values = (call["self"], call["src"])
-    gains = tuple((value, 1.0) for value in values if isinstance(value, Signal))
-    offset = inflate(sum(norm_of(value) for value in values if isinstance(value, Tensor)))
-    peak = max(value.peak if isinstance(value, Signal) else largest(value) for value in values)
-    return Step(gains, "overwritten", "root", offset=offset, peak=peak)
+    return chosen(call, (call["self"], call["src"]), "overwritten", spread=False)
 
 
 # --- a NaN or infinite constant has no bound, masks of −∞ before a softmax apart ----------------------------------------------
@@ -258,9 +248,7 @@ def _nonfinite(value: Any) -> float | None:
     if not isinstance(value, Tensor) or bool(torch.isfinite(value).all()):
         return None
     rest = value[~torch.isfinite(value)]
-    if rest.is_complex() or bool(rest.isnan().any()):
-        return math.nan
-    return float(rest.max())
+    return math.nan if rest.is_complex() else float(rest.max())
 
 
 def _absorbed(node: fx.Node) -> bool:
