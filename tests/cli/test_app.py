@@ -20,17 +20,6 @@ def test_help_lists_every_command_with_examples(equipoise):
     assert all(f"  {command.name} " in ran.out for command in COMMANDS)
 
 
-SUGGESTED = {"nrom": "'norm'", "bench norm": "'norms'", "norm --inputsize 3": "--input-size"}
-
-
-@pytest.mark.parametrize(("line", "suggestion"), SUGGESTED.items())
-def test_misspelt_words_get_suggestions(equipoise, line, suggestion):
-    ran = equipoise(*line.split())
-    assert ran.code == 2
-    assert suggestion in ran.err
-    assert "Traceback" not in ran.err
-
-
 def test_help_and_completion_do_not_wait_for_torch():
     code = (
         "import sys\n"

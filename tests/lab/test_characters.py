@@ -47,20 +47,6 @@ def test_stretches_and_what_follows(text):
     assert len({train.fingerprint(), test.fingerprint(), load_characters(f"4:{text}", "train").fingerprint()}) == 3
 
 
-@pytest.mark.parametrize(
-    ("where", "split", "said"),
-    [
-        ("FILE", "train", "expected N:FILE"),
-        ("0:FILE", "train", "expected N:FILE"),
-        ("500:FILE", "train", "too few"),
-        ("5:FILE.none", "train", "FILE.none|tinyshakespeare.txt.none"),
-    ],
-)
-def test_what_is_no_text_is_refused(where, split, said, text):
-    with pytest.raises(InputError, match=said):
-        load_characters(where.replace("FILE", str(text)), split)
-
-
 def test_a_guard_needs_a_radius_or_a_model_that_has_one():
     plain = {"model": {"factory": "equipoise.nn.models:mlp"}, "data": {"path": "digits", "limit": 128}, "epochs": 1}
     with pytest.raises(InputError, match="say the radius"):

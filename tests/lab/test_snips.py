@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from equipoise.core import InputError
 from equipoise.train import read_recipe, run_recipe
 from equipoise_lab.text import IntentSlots, load_snips, spans
 
@@ -64,22 +63,6 @@ def test_sentences_are_encoded_with_the_slot_of_each_words_first_piece(sentences
     assert y[0, 0] == 1
     assert x.shape[1:] == (2, int(x[0, 1].sum()))  # cut to the longest sentence
     assert data.fingerprint() == load_snips(sentences, "valid").fingerprint()
-
-
-@pytest.mark.text
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        ("label", "PlayMusic\n", "8 sentences, 8 rows of slots, 1 intents"),
-        ("seq.out", "O O\n" * 8, "line 1: 3 words, 2 slots"),
-        ("label", "Sing\n" * 8, "holds the intent 'Sing'"),
-        ("seq.out", "O O B-mood\nO O O O O O\n" * 4, "holds the slot 'B-mood'"),
-    ],
-)
-def test_damaged_files_are_named(sentences, file, content, said):
-    (sentences / "test" / file).write_text(content)
-    with pytest.raises(InputError, match=said):
-        load_snips(sentences, "test")
 
 
 @pytest.mark.medium

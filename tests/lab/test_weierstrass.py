@@ -4,12 +4,13 @@ import pytest
 import smoothing_references as slow
 import torch
 
-from equipoise.smoothing.radii import component_bound, optimal_sigma
 from equipoise_lab.weierstrass import (
     Probit,
+    component_bound,
     gap,
     gaussian_bound,
     lipschitz_local_bound,
+    optimal_sigma,
     range_bound,
     smooth_gradient,
     smooth_value,

@@ -69,10 +69,10 @@ BOTH = ("linear", "conv2d")
 BLOCK: dict[str, Any] = {"square": True, "affine": False, "strides": (1,)}
 
 CASES: list[LayerCase] = [
-    LayerCase("sn", by_name("SN"), FLAT),
+    LayerCase("sn", by_name("SN"), ALL_KINDS),
     LayerCase("aol", by_name("AOL"), ALL_KINDS),
     LayerCase("sr1", by_name("SR"), FLAT, options={"t": 1}),
-    LayerCase("sr2", by_name("SR"), FLAT, options={"t": 2}),
+    LayerCase("sr2", by_name("SR"), ALL_KINDS, options={"t": 2}),
     LayerCase("sr4", by_name("SR"), FLAT, options={"t": 4}),
     LayerCase("aol-out", by_name("AOL"), ("linear",), options={"side": "output"}),
     LayerCase("sr2-out", by_name("SR"), ("linear",), options={"t": 2, "side": "output"}),
@@ -83,7 +83,7 @@ CASES: list[LayerCase] = [
     LayerCase(
         "bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False, orthogonal=BOTH, lowest=1 - 1e-5
     ),  # even circles there
-    LayerCase("rko", by_name("RKO"), FLAT, strided_circle=False, orthogonal=BOTH),
+    LayerCase("rko", by_name("RKO"), ALL_KINDS, strided_circle=False, orthogonal=BOTH),
     LayerCase("bjorck", by_name("Bjorck"), strided_circle=False, orthogonal=BOTH),
     LayerCase("soc", by_name("SOC"), (*BOTH, "transpose2d"), strided_circle=False, orthogonal=BOTH, lowest=1 - 1.1e-3),
     # weights of these convolutions depend on the image size: attacked in test_orthogonal_layers.py
@@ -124,11 +124,6 @@ def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:
         normal = (case.name, kind) in few if few else quick(case, kind)
         found.append(pytest.param(case, kind, marks=() if normal else pytest.mark.slow, id=f"{case.name}-{kind}"))
     return found
-
-
-def row_id(value: Any) -> str | None:
-    """Names for pytest."""
-    return value.name if isinstance(value, LayerCase) else None
 
 
 def geometries(case: LayerCase, kind: str) -> list[dict[str, Any]]:

@@ -96,16 +96,6 @@ def test_methods(method):
     assert worst_ratio(found.eval(), (1, 6, 6), torch.float32, pairs=20) <= 1 + 1e-4
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("name", ["dense", "cnn"])
-def test_lipschitz_bound_of_the_live_network_agrees(name):
-    """Not only of the stored weights that were measured: the network that computes its weights."""
-    x = torch.zeros(1, *NETS[name][1])
-    found = make_lipschitz(make(name), 3.0, example_input=x)
-    upper = lipschitz_bound(found.eval(), x).upper
-    assert 3 * (1 - 1e-3) <= upper <= 3 * (1 + 1e-6)
-
-
 def test_dense_networks_need_no_example_and_unknown_ones_are_refused():
     assert isinstance(make_lipschitz(dense()), nn.Module)
     found = make_lipschitz(small_cnn(), 4.0)  # by construction, for all sizes

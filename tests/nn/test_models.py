@@ -26,18 +26,10 @@ SMALL = {
     "cnn": {**GREY, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
     "sll": {**GREY, "channels": 8, "depth": 3, "dense_depth": 1, "hidden": 16, "constant": 2.0},
     "sll_tiny": GREY,
-    "lipschitz_cnn": {
-        **GREY,
-        "channels": [4, 8],
-        "depths": [1, 2],
-        "hidden": 12,
-        "dense": "bcop",
-        "mean": [0.5],
-        "mirrored": True,
-        "head": "sr",
-    },
+    "lipschitz_cnn": {**GREY, "channels": [4, 8], "depths": [1, 2], "hidden": 12, "dense": "bcop", "head": "sr"},
     "liresnet": {**GREY, "channels": 8, "depth": 2, "dense_depth": 1, "hidden": 16, "head": "sr"},
 }
+SMALL["lipschitz_cnn"] |= {"mean": [0.5], "mirrored": True}
 SMALL["bronet"] = {**SMALL["liresnet"], "rank": 0.25}
 LARGE = {"sll_small", "sll_medium", "sll_large", "sll_xlarge"}  # checked by their number of blocks only
 
@@ -85,22 +77,6 @@ def test_the_constant_is_what_it_says(name):
     assert known_constant(net) == pytest.approx(constant, rel=1e-9)
     assert bound(net, x) <= constant * (1 + 1e-4)
     assert worst_ratio(net, tuple(x.shape[1:]), torch.float32, pairs=20) <= constant * (1 + 1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "sll_tiny" else ()) for n in SMALL if n in LIPSCHITZ]
-)
-def test_the_constant_survives_training(name):
-    torch.manual_seed(3)
-    net = build(name, **SMALL[name])
-    x = example(name, 8)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    for _ in range(4):  # maximise the stretch between two batches
-        optimizer.zero_grad()
-        (-(net(x) - net(x + 0.1 * torch.randn_like(x))).square().sum()).backward()
-        optimizer.step()
-    constant = SMALL[name].get("constant", 1.0)
-    assert bound(net.eval(), x[:1]) <= constant * (1 + 1e-4)
 
 
 def test_head_lln_is_certified_by_pairs():

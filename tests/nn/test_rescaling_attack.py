@@ -82,47 +82,24 @@ def test_norm_stays_below_one_under_attack(case, kind, options, dtype, steps):
     assert upper(layer, shape) <= 1 + TOLERANCE
 
 
+FILLS = {
+    "tiny": lambda p: 1e-30 * torch.randn_like(p),
+    "huge": lambda p: 1e30 * torch.randn_like(p),
+    "zero": torch.zeros_like,
+    "ones": torch.ones_like,
+    "one entry": lambda p: 3.0 * (torch.arange(p.numel()).reshape(p.shape) == 0),
+}
+
+
 @pytest.mark.parametrize(("case", "kind"), marked_rows())
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_extreme_scales(case, kind, scale):
+@pytest.mark.parametrize("fill", FILLS)
+def test_odd_weights(case, kind, fill):
     torch.manual_seed(0)
-    layer = case.make(kind, bias=False)
+    layer, x = case.make(kind, bias=False), inputs_for(kind)
     with torch.no_grad():
-        for p in layer.parameters():
-            p.copy_(torch.randn_like(p) * scale if p.shape == raw(layer).shape else p)
-    x = inputs_for(kind)
+        raw(layer).copy_(FILLS[fill](raw(layer)))
     out = layer(x)
     assert out.isfinite().all()
     out.sum().backward()
     assert raw(layer).grad.isfinite().all()
     assert upper(layer, tuple(x.shape[1:])) <= 1 + TOLERANCE
-
-
-@pytest.mark.parametrize(("case", "kind"), marked_rows())
-def test_zero_and_rank_one_weights(case, kind):
-    for fill in ("zero", "ones", "one entry"):
-        layer = case.make(kind)
-        with torch.no_grad():
-            raw(layer).zero_()
-            if fill == "ones":
-                raw(layer).fill_(1.0)
-            elif fill == "one entry":
-                raw(layer)[(0,) * raw(layer).dim()] = 3.0
-        x = inputs_for(kind)
-        layer(x).square().sum().backward()
-        assert all(p.grad.isfinite().all() for p in layer.parameters()), fill
-        assert upper(layer, tuple(x.shape[1:])) <= 1 + TOLERANCE, fill
-
-
-@pytest.mark.parametrize(("case", "kind"), marked_rows())
-def test_guarantee_survives_any_optimizer_step(case, kind):
-    torch.manual_seed(0)
-    layer, x = case.make(kind), inputs_for(kind)
-    sgd = torch.optim.SGD(layer.parameters(), lr=1e3)
-    for _ in range(3):
-        sgd.zero_grad()
-        layer(x).square().sum().backward()
-        sgd.step()
-        for mode in (True, False):
-            layer.train(mode)
-            assert upper(layer, tuple(x.shape[1:])) <= 1 + TOLERANCE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nn_parts import jacobian_norm, worst_ratio
+from nn_parts import jacobian_norm
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -48,19 +48,8 @@ def hooked():
     return net
 
 
-class TenTimes(nn.ReLU):
-    def forward(self, x):
-        return 10 * super().forward(x)
-
-
-class TenSorts(MaxMin):
-    def forward(self, x):
-        return 10 * super().forward(x)
-
-
-class TenLinear(SRLinear):
-    def forward(self, x):
-        return 10 * super().forward(x)
+def ten_times_a(kind, *args):
+    return type("Ten", (kind,), {"forward": lambda self, x: 10 * kind.forward(self, x)})(*args)
 
 
 def patched():
@@ -86,7 +75,9 @@ def ten_times(self, raw):
     return 10 * raw
 
 
-@pytest.mark.parametrize("make", [TenSorts, lambda: TenLinear(2, 2), patched, other_stride, unsound])
+@pytest.mark.parametrize(
+    "make", [lambda: ten_times_a(MaxMin), lambda: ten_times_a(SRLinear, 2, 2), patched, other_stride, unsound]
+)
 def test_a_changed_forward_does_not_inherit_the_claim(make):
     assert known_constant(make()) is None
     assert known_constant(nn.Sequential(MaxMin(), make())) is None
@@ -133,7 +124,7 @@ def test_a_constant_by_construction_is_an_upper_bound(value):
     [
         (lambda: Lipschitz(2.0, MaxMin()), "scale", 50.0, 50.0),
         (lambda: Lipschitz(2.0, MaxMin()), "scale", -50.0, 50.0),
-        (lambda: ConvexResidual(nn.ReLU(), 0.5), "fixed", 9.0, 17.0),
+        (lambda: ConvexResidual(nn.ReLU(), 0.5), "alpha", 9.0, 17.0),
         (lambda: MaxPool2d(2), "stride", 1, 2.0),
     ],
 )
@@ -158,21 +149,20 @@ def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():
         nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)),
         Stretch(),
         hooked(),
-        TenTimes(),
+        ten_times_a(nn.ReLU),
     ],
     ids=["plain weights", "batch norm", "unknown", "hook", "subclass"],
 )
 def test_unknown_constants_are_refused(module):
     assert known_constant(module) is None
-    with pytest.raises(Refused, match="inner="):
+    with pytest.raises(Refused, match="by_construction"):
         Lipschitz(1.0, module)
 
 
-def test_a_stated_inner_constant_is_divided_out():
-    assert jacobian_norm(Lipschitz(1.0, Stretch(), inner=3.0), torch.randn(3)) == pytest.approx(1, rel=1e-6)
-    for constant, inner in [(0, None), (float("inf"), None), (1.0, -1.0)]:
-        with pytest.raises(InputError):
-            Lipschitz(constant, MaxMin(), inner=inner)
+@pytest.mark.parametrize("constant", [0, float("inf")])
+def test_a_constant_is_a_positive_number(constant):
+    with pytest.raises(InputError):
+        Lipschitz(constant, MaxMin())
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
@@ -186,20 +176,10 @@ def test_convex_residual(alpha):
     assert torch.allclose(block(x[None]), alpha * x + (1 - alpha) * MaxMin()(x[None]))
 
 
-def test_learned_weights_stay_convex():
-    block = ConvexResidual(MaxMin(), 0.9, learnable=True).double()
-    assert float(block.alpha.detach()) == pytest.approx(0.9)
-    optimizer = torch.optim.SGD(block.parameters(), lr=100.0)
-    for sign in (1, -1):
-        for _ in range(5):
-            optimizer.zero_grad()
-            (sign * block(torch.randn(20, 4, dtype=torch.float64)).square().sum()).backward()
-            optimizer.step()
-        assert 0 <= float(block.alpha.detach()) <= 1
-        assert worst_ratio(block, (4,)) <= 1 + 1e-12
-    for alpha, learnable in [(1.2, False), (-0.1, False), (1.0, True)]:
+def test_other_residuals():
+    for alpha in (1.2, -0.1):
         with pytest.raises(InputError, match="alpha"):
-            ConvexResidual(MaxMin(), alpha, learnable)
+            ConvexResidual(MaxMin(), alpha)
     with pytest.raises(InputError, match="equal shapes"):
         ConvexResidual(nn.Flatten())(torch.zeros(1, 2, 2))
     assert known_constant(ConvexResidual(nn.Linear(2, 2))) is None

@@ -103,21 +103,6 @@ def test_forms_in_a_plain_loop(form):
     assert net[0].weight.grad.abs().sum() > 0
 
 
-def test_training_with_it_shrinks_what_the_last_layer_reads():
-    sizes = []
-    for sigma in (0.0, 0.5):
-        net = mlp()
-        torch.manual_seed(1)
-        x, y = torch.randn(64, 6), torch.randint(5, (64,))
-        ad, optimizer = ActivationDecay(net, sigma), torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(100):
-            optimizer.zero_grad()
-            (cross_entropy(net(x), y) + ad()).backward()
-            optimizer.step()
-        sizes.append(float(net[:4](x).detach().square().sum(1).mean()))
-    assert sizes[1] < 0.5 * sizes[0]
-
-
 class Odd(nn.Module):
     """The last linear layer to be called is not the last to be defined."""
 
@@ -190,15 +175,6 @@ def test_mask_counts_only_what_it_marks():
     net(x)
     with pytest.raises(InputError, match="mask"):
         ad(mask=mask[:1])
-
-
-def test_autocast_computes_the_penalty_in_float32():
-    net, x = mlp(), 300 * torch.randn(4, 6)
-    ad = ActivationDecay(net, 0.1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        net(x)
-        value = ad()
-    assert value.dtype is torch.float32
 
 
 def test_smoothed_loss_report_has_its_error():

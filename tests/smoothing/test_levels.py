@@ -11,7 +11,7 @@ from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.runs import certify, open_run
-from equipoise.smoothing import SmoothedClassifier, Stream
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
 from equipoise.smoothing.noise import Levels
 
 LEVELS = [0.5, 0.125, 0.25]
@@ -71,8 +71,6 @@ def test_a_lipschitz_constant_is_stretched():
     # 1-Lipschitz; moves along the first channel
     net[1].weight.copy_(torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]) / 2**0.5)
     x = torch.tensor([-0.3, 0, 0]).reshape(1, 3, 1, 1)
-    from equipoise.smoothing import SimplexMap
-
     smooth = SmoothedClassifier(net, LEVELS, 2, seed=1, map=SimplexMap("sparsemax", 1.0))
     found = smooth.certify(x, n=4000, lipschitz=1.0)
     assert 0 < float(found.radius[0]) * 4 <= 0.3
@@ -116,24 +114,3 @@ def test_levels_that_are_refused(sigma, kind, words):
     for make in (Levels.of, lambda s: SmoothedClassifier(Plane(0).eval(), s, 2)):
         with pytest.raises(kind, match=words):
             make(sigma)
-
-
-def test_answers_use_the_noise_of_the_run(equipoise, tmp_path, monkeypatch):
-    """`predict` of a run with levels per channel draws from them, and data beside the run's grid fails."""
-    x = torch.randint(0, 256, (4, 3, 2, 2), generator=torch.Generator().manual_seed(0)).float() / 255
-    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
-    program = torch.export.export(net, (torch.zeros(100, 3, 2, 2),))
-    torch.export.save(program, tmp_path / "net.pt2")
-    for name, inputs in (("bytes", x), ("floats", x + 0.0007)):
-        np.savez(tmp_path / f"{name}.npz", x=inputs.numpy(), y=np.zeros(4, dtype=np.int64))
-    bytes_, floats, model = (str(tmp_path / n) for n in ("bytes.npz", "floats.npz", "net.pt2"))
-    made = equipoise(
-        "certify", model, "--data", bytes_, "--sigma", "0.5,0.125,0.25", "--n", "200", "--run", str(tmp_path / "run")
-    )
-    assert made.code == 0, (made.err, made.error)
-    ran = equipoise("predict", str(tmp_path / "run"), "--data", bytes_, "--json")
-    assert ran.code == 0, ran.err
-    assert open_run(tmp_path / "run").settings.channels == (0.5, 0.125, 0.25)
-    ran = equipoise("predict", str(tmp_path / "run"), "--data", floats)
-    assert ran.code == 1
-    assert "failure" in ran.out

@@ -1,7 +1,6 @@
 """A procedure from outside: one row behind an entry point, and the library, runs and the command line see it."""
 
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -42,42 +41,6 @@ def test_a_row_behind_an_entry_point_is_seen_everywhere(installed, monkeypatch):
     assert find_procedure("thirds").summary == "class at two thirds of the risk"
     found = certify_counts([80, 15, 5], [800, 150, 50], 0.5, 0.01, "thirds")
     assert float(found.p_lower) == float(clopper_pearson(800, 1000, 0.01 * (2 / 3), "lower"))
-
-
-@pytest.mark.medium
-def test_the_command_line_takes_a_row_from_outside(installed, tmp_path):
-    import os
-    import subprocess
-
-    installed()
-    code = textwrap.dedent(
-        f"""
-        import torch, equipoise as eq
-        net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)).eval()
-        eq.certify(net, (torch.rand(3, 4), torch.tensor([0, 1, 2])), run_dir={str(tmp_path / "run")!r}, sigma=0.5, n=200)
-        from equipoise.cli import main
-        import sys
-        sys.argv = ["equipoise", "derive", {str(tmp_path / "run")!r}, "--procedure", "thirds", "--json"]
-        main()
-        """
-    )
-    path = os.pathsep.join([str(tmp_path), *[p for p in sys.path if p]])
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert done.returncode == 0, done.stderr
-    assert '"procedure": "thirds"' in done.stdout
-
-
-def test_a_row_of_a_wrong_name_is_refused(installed):
-    installed("other")
-    with pytest.raises(InputError, match="entry point"):
-        find_procedure("other")
-
-
-def test_a_row_from_outside_does_not_replace_a_built_in_one(installed):
-    installed("cohen")
-    assert find_procedure("cohen").reference.startswith("Cohen")
 
 
 #: rows that would certify too much: a share above α, a rival that no bucket holds

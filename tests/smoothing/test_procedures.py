@@ -13,8 +13,8 @@ from equipoise.smoothing import (
     radius_mono,
     radius_multi,
 )
-from equipoise.smoothing.bounds import Moments, bucket_scores
-from equipoise.smoothing.procedures import class_partition, every_class, one_against_rest
+from equipoise.smoothing.bounds import Moments
+from equipoise.smoothing.procedures import class_partition
 
 HARD = [name for name, row in PROCEDURES.items() if row.hard]
 
@@ -25,19 +25,6 @@ def test_buckets_equal_the_algorithm_word_for_word(counts: list[int]):
     labels = class_partition(np.array([counts], dtype=float)).labels()[0]
     for number, bucket in enumerate(slow.cpm_buckets(counts)):
         assert sorted(np.flatnonzero(labels == number)) == sorted(bucket)
-
-
-def test_gather_sums_every_class_once():
-    rng = np.random.default_rng(0)
-    selection, values = rng.integers(0, 20, (50, 7)).astype(float), rng.random((50, 7))
-    for build in (one_against_rest, every_class, class_partition):
-        partition = build(selection)
-        sums = partition.gather(values)
-        labels = partition.labels()
-        for i in range(50):
-            for b in range(sums.shape[1]):
-                assert sums[i, b] == pytest.approx(values[i, labels[i] == b].sum())
-        assert np.array_equal(partition.present().sum(axis=1), partition.buckets)
 
 
 def _brute(selection, estimation, sigma, alpha, buckets):
@@ -87,8 +74,6 @@ def test_odd_counts(procedure: str):
     assert float(wide.radius) > 0
     nothing_new = certify_counts(many, np.zeros(1000), 0.5, 0.001, procedure)
     assert int(nothing_new.prediction) == -1
-    missing = certify_counts([90, 10], [900, 50], 0.5, 0.001, procedure, draws=1000)
-    assert float(missing.radius) <= float(two.radius) * (1 + 1e-9) or procedure == "bonferroni"
 
 
 @pytest.mark.medium
@@ -107,46 +92,12 @@ def test_batch_equals_one_by_one(procedure: str):
             assert int(single.prediction) == batch.prediction[i, j]
 
 
-@pytest.mark.parametrize("procedure", HARD)
-def test_class_names_do_not_matter(procedure: str):
-    rng = np.random.default_rng(3)
-    first, second = rng.multinomial(1000, rng.dirichlet(np.ones(6))), rng.multinomial(5000, rng.dirichlet(np.ones(6)))
-    if len(set(first)) < 6:
-        pytest.skip("a tie is broken by the index")
-    order = rng.permutation(6)
-    a = certify_counts(first, second, 0.25, 0.01, procedure)
-    b = certify_counts(first[order], second[order], 0.25, 0.01, procedure)
-    assert float(a.radius) == pytest.approx(float(b.radius), rel=1e-12)
-    assert int(a.selected) == order[int(b.selected)]
-
-
-def test_moments_match_numpy():
-    rng = np.random.default_rng(4)
-    z = rng.dirichlet(np.ones(4), (3, 500))
-    shift = np.full((3, 4), 0.25)
-    whole = Moments.of(z, shift)
-    np.testing.assert_allclose(whole.mean, z.mean(axis=1), atol=1e-14)
-    np.testing.assert_allclose(whole.var, z.var(axis=1, ddof=1), rtol=1e-9)
-    h = (1 + z[:, :, :1] - z) / 2
-    mean, var = whole.gap
-    np.testing.assert_allclose(mean, h.mean(axis=1), atol=1e-14)
-    np.testing.assert_allclose(var[:, 1:], h.var(axis=1, ddof=1)[:, 1:], rtol=1e-9)
-
-
 def test_moments_do_not_cancel():
     """Scores within 1e-9 of 0.9: the variance is 1e-18-sized and still right."""
     rng = np.random.default_rng(5)
     z = 0.9 + 1e-9 * rng.random((1, 1000, 2))
     shifted = Moments.of(z, z[:, :10].mean(axis=1))
     np.testing.assert_allclose(shifted.var, z.var(axis=1, ddof=1), rtol=1e-6)
-
-
-def test_moments_of_counts_equal_moments_of_votes():
-    votes = np.eye(3)[np.repeat([0, 1, 2], [50, 30, 20])][None]
-    a, b = Moments.of(votes), Moments.of_counts(np.array([[50, 30, 20]]), np.array([100]))
-    np.testing.assert_allclose(a.mean, b.mean)
-    np.testing.assert_allclose(a.var, b.var, rtol=1e-9)
-    np.testing.assert_allclose(a.gap[1][:, 1:], b.gap[1][:, 1:], rtol=1e-9)
 
 
 def test_direct_margin_wins_when_two_classes_share_everything():
@@ -168,31 +119,11 @@ def test_lipschitz_never_hurts():
     assert aware.radius.mean() > 1.05 * plain.radius.mean()
 
 
-def test_bucket_scores_follow_the_partition():
-    rng = np.random.default_rng(8)
-    scores = rng.dirichlet(np.ones(5), (4, 7))
-    partition = class_partition(scores.sum(axis=1))
-    buckets = bucket_scores(scores, partition)
-    labels = partition.labels()
-    for i in range(4):
-        for b in range(int(partition.buckets[i])):
-            np.testing.assert_allclose(buckets[i, :, b], scores[i][:, labels[i] == b].sum(axis=1))
-
-
 def test_constant_scores_have_an_infinite_radius_and_certificates_say_what_they_cover():
     scores = np.tile([[0.9, 0.1]], (9000, 1))[None]
     found = certify_scores(scores[:, :10], scores, 0.5, 0.01, lipschitz=0.0)
     assert np.isinf(found.radius[0])
     assert "Not covered" in found.about
-
-
-def test_accuracy_and_average_radius():
-    result = certify_counts([[90, 10], [10, 90]], [[990, 10], [10, 990]], 0.5, 0.001, "cohen")
-    assert result.accuracy([0, 0], 0.0) == 0.5
-    assert result.accuracy([0, 1], [0.0, 100.0]).tolist() == [1.0, 0.0]
-    assert result.average_radius([0, 0]) == pytest.approx(result.radius[0] / 2)
-    with pytest.raises(InputError):
-        result.accuracy([0])
 
 
 def test_bad_input_is_refused():
@@ -204,15 +135,12 @@ def test_bad_input_is_refused():
         lambda: certify_counts([1, 2], [3, -4], 0.5),
         lambda: certify_counts([1], [3], 0.5),
         lambda: certify_counts([1, 2], [3, 4], 0.5, 1.5),
-        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=5),
         lambda: certify_counts([1, 2], [3, 4], -0.5),
         lambda: certify_counts([1, 2], [3, 4], "0.5 or so"),
         lambda: certify_counts([1, 2], [3, 4], [0.5, 0.5]),
         lambda: certify_counts([1, 2], [3, 4], 0.5, "0.01"),
         lambda: certify_counts([1, 2], [np.inf, 4], 0.5),
         lambda: certify_counts(["a", 2], [3, 4], 0.5),
-        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=np.nan),
-        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=[7, 7]),
         lambda: certify_scores(np.full((5, 2), 0.6), np.full((5, 2), 0.5), 0.5),
         lambda: certify_scores(np.full((5, 2), 0.5), np.full((1, 2), 0.5), 0.5),
         lambda: certify_scores(np.full((5, 2), 0.5), np.full((5, 2), 0.5), 0.5, procedure="cohen"),

@@ -69,8 +69,8 @@ def test_constants_hold_and_are_sharp(name):
         most["pair"] = max(most["pair"], float((jacobian[0] - jacobian[1]).norm()))
     chosen = SimplexMap(name)
     for bound, seen in [
-        (chosen.constant(classes), most["component"]),
-        (chosen.pair_constant(), most["pair"]),
+        (chosen.component_lipschitz(1.0, classes), most["component"]),
+        (chosen.pair_lipschitz(1.0), most["pair"]),
     ]:
         assert seen <= bound + 1e-12
         assert seen == pytest.approx(bound, rel=1e-6)
@@ -87,7 +87,7 @@ def test_constants_go_through_upper_bounds():
         lambda: SimplexMap("argmax"),
         lambda: SimplexMap("softmax", 0.0),
         lambda: SimplexMap("softmax", mass=-1.0),
-        lambda: SimplexMap("softmax").constant(1),
+        lambda: SimplexMap("softmax").component_lipschitz(1.0, 1),
     ):
         with pytest.raises(InputError):
             call()

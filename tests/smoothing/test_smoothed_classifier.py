@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import Bound, InputError, Kind, Refused
+from equipoise.core import InputError, Refused
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, Stream, certify_counts, certify_scores
-from equipoise.smoothing.classifier import predict_counts, require_rowwise
+from equipoise.smoothing.classifier import predict_counts
 from equipoise.smoothing.simplex import apply_map, choose_map, map_grid
 
 
@@ -159,17 +159,6 @@ def test_map_search_sees_selection_logits_only():
     assert each == single
 
 
-def test_lipschitz_aware_radius_is_larger_and_still_true():
-    smooth = SmoothedClassifier(Half(0.5).eval(), 0.5, 2, map=SimplexMap("softmax", 0.5))
-    x = _points(0.3, 0.8)
-    plain = smooth.certify(x, n=8000)
-    aware = smooth.certify(x, n=8000, lipschitz=0.5 * 2**0.5 * (1 + 1e-6))
-    assert (aware.radius > plain.radius * 1.02).all()
-    assert (aware.radius <= [0.3, 0.8]).all()
-    with pytest.raises(Refused):
-        smooth.certify(x, lipschitz=Bound(1.0, Kind.ESTIMATE))
-
-
 def test_lipschitz_aware_radii_of_a_linear_network_stay_below_the_exact_distance():
     """Ten classes, W of norm 1: the distance to the boundary is known, and far away the aware radius beats any vote."""
     torch.manual_seed(0)
@@ -260,19 +249,6 @@ def test_rows_that_see_each_other_are_refused(name):
         smooth.certify(_points(0.01), n=1000)
     with pytest.raises(Refused, match=words):
         smooth.predict(_points(0.01), n=1000)
-
-
-def test_chance_inside_the_network_is_no_mixing():
-    class Random(nn.Module):
-        def forward(self, x):
-            return Half()(x + torch.randn_like(x))
-
-    smooth = SmoothedClassifier(Random().eval(), 0.5, 2)
-    batch = torch.ones(4, 3)
-    state = torch.get_rng_state()
-    require_rowwise(smooth.model, batch)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert smooth.predict(_points(3.0), n=50).tolist() == [0]
 
 
 class Answering(nn.Module):

@@ -43,26 +43,6 @@ def test_a_line_per_epoch_a_table_and_the_list(equipoise, recipe, tmp_path, monk
     assert {"sll-sr-digits", "text-snips"} <= set(equipoise("train", "--list", "--json").json)
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([], "which recipe?"),
-        (["nothing.yaml"], "cannot read nothing.yaml"),
-        (["sll-sr-digits", "--set", "optimizer.lrr=1"], "did you mean 'optimizer.lr'"),
-        (["sll-sr-digits", "--set", "data.path=nowhere.npz"], "nowhere.npz"),
-        (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "No module named 'nowhere'"),
-        (["sll-sr-digits", "--set", "loss=crossentropy"], "no kind 'crossentropy'"),
-    ],
-)
-def test_bad_input_is_one_sentence(equipoise, args, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = equipoise("train", *args)
-    assert done.code == 2
-    assert said in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []  # nothing was begun
-
-
 def test_a_users_own_factory(equipoise, recipe, tmp_path, monkeypatch):
     (tmp_path / "ownnets.py").write_text(
         "from torch import nn\n"

@@ -15,7 +15,7 @@ from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.radii import component_bound, positive, vector_bound
+from equipoise.smoothing.radii import positive
 from equipoise.smoothing.ramp import ramp_quantile
 
 _UP = 1 + 2.0**-48
@@ -42,10 +42,75 @@ def salman_bound(sigma: float) -> float:
     return range_bound(sigma, mass=2.0)
 
 
+def component_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
+    """`Lip(F̃_k) ≤ L·erf(r/(2√2·L·σ))`, rounded up, for an L-Lipschitz function with values in [0, r], smoothed.
+
+    Attained by a clipped ramp; never above `min(L, r/(√(2π)σ))`, which it is for L = ∞. (The constant 2√2 is that of the
+    thesis' text; its code has √2: errata 19.)
+
+    Args:
+        sigma: standard deviation of the noise.
+        lipschitz: upper bound of L.
+        mass: r.
+
+    >>> round(component_bound(0.5, 1.0), 6), round(component_bound(0.5), 6)
+    (0.682689, 0.797885)
+    """
+    return _erf_bound(sigma, lipschitz, mass, 2 * math.sqrt(2), math.sqrt(2 * math.pi))
+
+
+def vector_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
+    """`Lip(F̃) ≤ L·erf(r/(2·L·σ))`, rounded up, for an L-Lipschitz map into the simplex of mass r; at most `min(L, r/(√π·σ))`.
+
+    Args:
+        sigma: standard deviation of the noise.
+        lipschitz: upper bound of L.
+        mass: r.
+
+    >>> round(vector_bound(0.5, 1.0), 6)
+    0.842701
+    """
+    return _erf_bound(sigma, lipschitz, mass, 2.0, math.sqrt(math.pi))
+
+
+def optimal_sigma(lipschitz: Any, *, mass: float = 1.0, vector: bool = False) -> float:
+    """The σ where the two simple bounds L and r/(√(2π)σ) meet: `σ* = r/(√(2π)·L)`; vector map: `r/(√π·L)` (errata 11).
+
+    Args:
+        lipschitz: L.
+        mass: r.
+        vector: whether L is the constant of the vector map.
+
+    >>> round(optimal_sigma(1.0), 6), round(optimal_sigma(1.0, vector=True), 6)
+    (0.398942, 0.56419)
+    """
+    constant = as_upper(lipschitz)
+    return (
+        mass / (math.sqrt(math.pi if vector else 2 * math.pi) * constant)
+        if constant > 0
+        else math.inf
+    )
+
+
+def _erf_bound(
+    sigma: float, lipschitz: Any, mass: float, factor: float, range_factor: float
+) -> float:
+    positive(sigma, "sigma")
+    positive(mass, "mass")
+    constant = as_upper(lipschitz)
+    cap = mass / (range_factor * sigma) * _UP
+    if constant == 0 or math.isinf(constant):
+        return min(constant, cap)
+    scale = factor * constant * sigma
+    # the quotient would leave the normal floats; the two limits hold anyway
+    if not 1e-250 < scale / mass < 1e250:
+        return min(constant, cap)
+    return min(constant * math.erf(mass / scale) * _UP, constant, cap)
+
+
 def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     """`Δ(σ) = min(L, r/(√(2π)σ)) − L·erf(r/(2√2·L·σ))`: what the erf bound gains; largest at σ*.
 
-    >>> from equipoise.smoothing.radii import optimal_sigma
     >>> round(gap(optimal_sigma(2.0), 2.0), 4)
     0.4202
     """

@@ -239,15 +239,6 @@ def steepness(activation: nn.Module) -> float | None:
     return None if interval is None else max(map(abs, interval))
 
 
-#: why the slopes of these are not in the table
-_UNKNOWN: dict[type[nn.Module], str] = {
-    nn.PReLU: "its slopes are learned and may leave [0, 1]",
-    nn.Threshold: "it jumps",
-    nn.Hardshrink: "it jumps",
-    nn.Softplus: "with threshold below 20 it jumps where it switches to the identity",
-}
-
-
 def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:
     """The activation, refused by name and with the reason unless all its slopes are known to lie in [0, 1].
 
@@ -267,12 +258,8 @@ def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(U�
     interval = slopes(activation)
     if interval is not None and interval[0] >= 0 and interval[1] <= 1:
         return cast(nn.Module, activation)
-    name = (
-        str(activation)
-        if isinstance(activation, nn.Module)
-        else getattr(activation, "__name__", activation)
-    )
-    why = _UNKNOWN.get(type(activation), "its slopes are not known here")
+    name = getattr(activation, "__name__", activation)
+    why = "its slopes are learned, it jumps, or it is not known here"
     if interval is not None:
         why = f"its slopes go from {interval[0]:.3g} to {interval[1]:.3g}"
     raise Refused(

@@ -61,6 +61,7 @@ from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate
+from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Tensors
 from equipoise.nn.residual import CPL, upper_near_one
 from equipoise.norms.spectral import spectral_norm
@@ -105,7 +106,7 @@ def _check_heads(width: int, heads: int) -> None:
         raise InputError(f"heads must divide the width, got {heads} and {width}")
 
 
-class L2Attention(nn.Module):
+class L2Attention(Described):
     """Multi-head self-attention by distances, with query and key tied: Lipschitz on the whole space.
 
         y = W_O·concat_h(P_h Q_h) / scale,     P_h = softmax(−τ_h ‖q_i − q_j‖²),     Q = W x
@@ -127,6 +128,8 @@ class L2Attention(nn.Module):
     >>> float(layer.lipschitz_upper((5, 8))) > 0
     True
     """
+
+    __constants__ = ("heads", "context", "causal")
 
     def __init__(
         self,
@@ -168,10 +171,6 @@ class L2Attention(nn.Module):
             Kind.UPPER,
             "L2 attention",
         )
-
-    def extra_repr(self) -> str:
-        """Heads and context."""
-        return f"heads={self.heads}, context={self.context}, causal={self.causal}"
 
 
 def _projection(

@@ -244,11 +244,7 @@ def _reason(module: nn.Module) -> str:
         return "dividing by a standard deviation has constant max|γ|/√ε; LayerCentering does not divide"
     if isinstance(module, PLAIN):
         return "this method has no such layer, or it is a subclass with a forward of its own"
-    if isinstance(module, nn.PReLU):
-        return "its slope is learned and not limited; use LeakyReLU"
-    if next(module.parameters(), None) is not None:
-        return f"there is no 1-Lipschitz form of {type(module).__name__} here"
-    return "its constant does not follow from its construction"
+    return f"the constant of {type(module).__name__} does not follow from its construction"
 
 
 @dataclass(frozen=True)
@@ -313,19 +309,9 @@ def _exported(path: str, layer: nn.Module) -> nn.Module:
         raise Refused(
             f"{path} ({name}) overrides __call__, so that export() would make another map"
         )
-    new = kind.__new__(kind)
-    state = {
-        key: value
-        for key, value in layer.__dict__.items()
-        if key not in ("_modules", "_parameters")
-    }
-    new.__dict__.update(copy.deepcopy(state), _modules={}, _parameters={})
-    with torch.no_grad():
-        tensors: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias}
-    for key, tensor in tensors.items():
-        new.register_parameter(
-            key, None if tensor is None else nn.Parameter(tensor.detach().clone())
-        )
+    new = copy.deepcopy(layer)
+    parametrize.remove_parametrizations(new, "weight")
+    new.__class__ = kind
     return new
 
 

@@ -76,7 +76,7 @@ def margin_hinge(
     0.0
     """
     return (
-        functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y))
+        functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(z.double(), y))
         .mean()
         .to(z.dtype)
     )
@@ -92,7 +92,7 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
     >>> margin(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]))
     tensor([1.])
     """
-    check_logits(z, y)
+    _checked(z, y)
     return _own(z, y) - z.masked_fill(one_hot(z, y).bool(), -math.inf).amax(1)
 
 
@@ -116,15 +116,15 @@ def pair_constants(
     tensor([[2.8284, 0.0000]], dtype=torch.float64)
     """
     if isinstance(lipschitz, Tensor):
-        lipschitz = widened(lipschitz)
+        lipschitz = lipschitz.double()
     if weight is not None:
-        weight = widened(weight)
+        weight = weight.double()
         classes = len(weight)
         # a batch has fewer classes than examples: every pair once
         present, place = y.unique(return_inverse=True)
         distance = _lengths(weight[present][:, None, :] - weight[None])[place]
     elif classes is not None:
-        distance = math.sqrt(2) * widened(torch.ones(len(y), classes, device=y.device))
+        distance = math.sqrt(2) * torch.ones(len(y), classes, dtype=torch.float64, device=y.device)
     else:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
@@ -163,8 +163,8 @@ def lipschitz_margin(
 def gloro_logits(
     z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
-    """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class, rounded up: where ⊥ does not win, radius ε
-    is certified.
+    """`(z, z_⊥)` in float64 with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class, rounded up: where ⊥ does not win,
+    radius ε is certified.
 
     Args:
         z: logits (batch, classes), or scores.
@@ -177,7 +177,7 @@ def gloro_logits(
     >>> gloro_logits(torch.tensor([[3.0, 0.0]]), 1.0).argmax(1), gloro_logits(torch.tensor([[1.0, 0.0]]), 1.0).argmax(1)
     (tensor([0]), tensor([2]))
     """
-    return _rounded_up(_with_bottom(widened(z), epsilon, lipschitz, weight), z.dtype)
+    return _with_bottom(z.double(), epsilon, lipschitz, weight)
 
 
 def _with_bottom(
@@ -319,7 +319,7 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     Reference: Arjovsky, Chintala & Bottou (2017); Serrurier et al. (2021).
     """
     if _one_score(z):
-        signs, score = _signs(z, y), widened(z).flatten()
+        signs, score = _signs(z, y), z.double().flatten()
         up, down = signs > 0, signs < 0
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
@@ -344,7 +344,7 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     """
     _positive(margin)
     if _one_score(z):
-        parts = functional.relu(margin / 2 - _signs(z, y) * widened(z).flatten())
+        parts = functional.relu(margin / 2 - _signs(z, y) * z.double().flatten())
     else:
         score = _checked(z, y)
         parts = functional.relu(margin / 2 - (2 * one_hot(score, y) - 1) * score).mean(1)
@@ -387,7 +387,7 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
         raise InputError(
             f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}"
         )
-    labels = y.flatten().to(widened(z).dtype)
+    labels = y.flatten().to(z.double().dtype)
     if set(labels.tolist()) <= {0.0, 1.0}:
         return 2 * labels - 1
     if not set(labels.tolist()) <= {-1.0, 1.0}:
@@ -395,18 +395,14 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
     return labels
 
 
-def check_logits(z: Tensor, y: Tensor) -> None:
-    """Refuse what is not one row of logits and one label for each example.
-
-    Args:
-        z: logits.
-        y: labels.
-    """
+def _checked(z: Tensor, y: Tensor) -> Tensor:
+    """The logits in float64, refused unless there is one label for each row."""
     if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
         raise InputError(
             f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
             f"{tuple(y.shape)} {y.dtype}"
         )
+    return z.double()
 
 
 def one_hot(z: Tensor, y: Tensor) -> Tensor:
@@ -417,17 +413,6 @@ def one_hot(z: Tensor, y: Tensor) -> Tensor:
         y: labels.
     """
     return functional.one_hot(y, z.shape[1]).to(z.dtype)
-
-
-def widened(x: Tensor) -> Tensor:
-    """In float64, where the device has it."""
-    return x if x.device.type == "mps" else x.double()
-
-
-def _checked(z: Tensor, y: Tensor) -> Tensor:
-    """The logits in float64, refused unless there is one label for each row."""
-    check_logits(z, y)
-    return widened(z)
 
 
 def _own(z: Tensor, y: Tensor) -> Tensor:
@@ -450,29 +435,6 @@ def _lengths(x: Tensor) -> Tensor:
     largest = x.detach().abs().amax(-1, keepdim=True)
     unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))
     return largest[..., 0] * safe_root(unit.square().sum(-1))
-
-
-def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, the last column not below what it was; the gradient is that of the cast."""
-    y = x.to(dtype)
-    last = y.detach()[:, -1:]
-    short = (last.to(x.dtype) < x.detach()[:, -1:]) & torch.isfinite(last)
-    step = torch.nextafter(last, last.new_tensor(math.inf)) - last
-    return torch.cat([y[:, :-1], y[:, -1:] + torch.where(short, step, torch.zeros_like(step))], 1)
-
-
-#: losses by the name that recipes use; those in MARGIN_LOSSES take `epsilon`, `lipschitz` and `weight`
-LOSSES = {
-    "cross_entropy": functional.cross_entropy,
-    "offset_cross_entropy": offset_cross_entropy,
-    "margin_hinge": margin_hinge,
-    "lmt": lipschitz_margin,
-    "gloro": gloro,
-    "emma": emma,
-    "la": logit_annealing,
-    "hkr": hkr,
-}
-MARGIN_LOSSES = ("lmt", "gloro", "emma", "la")
 
 
 @dataclass
@@ -517,16 +479,6 @@ class CertifiedAccuracy:
         self.correct += int((logits.argmax(1) == labels).sum())
         for i, r in enumerate(self.radii):
             self.certified[i] += int(certified_at(radius, radius > 0, r).sum())
-
-    def merge(self, other: CertifiedAccuracy) -> None:
-        """Add the counts of another part."""
-        if tuple(other.radii) != tuple(self.radii):
-            raise InputError(
-                f"cannot merge counts at radii {tuple(other.radii)} into those at {tuple(self.radii)}"
-            )
-        self.samples += other.samples
-        self.correct += other.correct
-        self.certified = [a + b for a, b in zip(self.certified, other.certified, strict=True)]
 
     def compute(self) -> dict[str, Any]:
         """The fractions."""

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate, row_lengths, unit_roundoff
+from equipoise.core.precision import inflate, unit_roundoff
+from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Parametrization, Parametrized
 
 
-class BatchCentering(nn.Module):
+class BatchCentering(Described):
     """`x − mean + bias` per channel: batch norm without the division.
 
     * Evaluation: the running mean is a constant, so the layer is a shift: an isometry of every sample. Certificates
@@ -34,6 +35,7 @@ class BatchCentering(nn.Module):
     tensor([0.2000, 0.4000])
     """
 
+    __constants__ = ("num_features", "momentum")
     lipschitz_upper = by_construction(1.0)
 
     running_mean: Tensor
@@ -70,10 +72,6 @@ class BatchCentering(nn.Module):
         shift = -mean if self.bias is None else self.bias - mean
         return x + shift.reshape(1, -1, *[1] * (x.dim() - 2))
 
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"{self.num_features}, momentum={self.momentum}"
-
 
 class LayerCentering(nn.Module):
     """`x − mean(x)` of a sample: layer norm without the division, an orthogonal projection in both modes.
@@ -90,21 +88,11 @@ class LayerCentering(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        num_features: int | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_features: int | None = None, bias: bool = True) -> None:
         super().__init__()
         self.num_features = num_features
         shifted = num_features is not None and bias
-        shift = (
-            nn.Parameter(torch.zeros(num_features or 0, device=device, dtype=dtype))
-            if shifted
-            else None
-        )
+        shift = nn.Parameter(torch.zeros(num_features or 0)) if shifted else None
         self.register_parameter("bias", shift)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +147,7 @@ class LastLayerNormalised(Parametrized, nn.Linear):
     per pair.
 
     Every logit is 1-Lipschitz; the vector of logits need not be (its constant is ‖Ŵ‖ ≤ √classes). Certificates use
-    the pairs: `z_i − z_j` is exactly `‖ŵ_i − ŵ_j‖`-Lipschitz in x, see `pairwise_distances(layer.weight)`.
+    the pairs: `z_i − z_j` is exactly `‖ŵ_i − ŵ_j‖`-Lipschitz in x, see `smoothing.margin_radius(weight=…)`.
 
     Reference: Singla, Singla, Feizi (2022), §5 (last layer normalisation).
 
@@ -169,15 +157,3 @@ class LastLayerNormalised(Parametrized, nn.Linear):
     """
 
     parametrization = UnitRows
-
-
-def pairwise_distances(weight: Tensor) -> Tensor:
-    """Upper bounds of `‖w_i − w_j‖₂` for all pairs of rows, in float64, rounded up.
-
-    Differences of rows rather than the Gram matrix: no cancellation.
-
-    >>> pairwise_distances(torch.eye(2))[0, 1] >= 2**0.5
-    tensor(True)
-    """
-    w = weight.detach().double()
-    return torch.stack([row_lengths(w - row) for row in w])

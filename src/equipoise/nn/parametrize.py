@@ -91,7 +91,12 @@ class Computed(nn.Module):
     def _exact(self, args: tuple[Any, ...]) -> Tensors:
         """`g` in full precision, with its graph; not cached."""
         device = next((t.device.type for t in self._tensors(args)), "cpu")
-        with _without_autocast(device), _full_precision():
+        autocast: Any = contextlib.nullcontext()
+        if torch.is_autocast_enabled(device):  # else nothing, so that graphs stay plain
+            autocast = torch.autocast(device, enabled=False)
+        # backend switches cannot be traced; the compiled graph follows the global ones
+        precise = contextlib.nullcontext() if torch.compiler.is_compiling() else full_precision()
+        with autocast, precise:
             return self.compute(*args)
 
     def _evaluated(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors:
@@ -255,18 +260,6 @@ def _refuse_half(name: str, tensors: Tensors) -> None:
             )
 
 
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Leave autocast; nothing at all when autocast is off, so that graphs stay plain."""
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _full_precision() -> contextlib.AbstractContextManager[Any]:
-    # backend switches cannot be traced; the compiled graph follows the global ones
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else full_precision()
-
-
 def is_plain_call(tensor: Tensor) -> bool:
     """Neither compiled nor inside `torch.func` or forward differentiation: those need operators that they know."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -392,8 +385,7 @@ class ComputedLayer(Computed):
     def _only_key(self) -> tuple[Any, ...]:
         if len(self._cache) == 1:
             return next(iter(self._cache))
-        kind = Refused if self._cache else InputError
-        raise kind(
+        raise Refused(
             f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
             f"{len(self._cache)} sizes; call export(input_size=(h, w)), or evaluate it at one size first"
         )
@@ -437,7 +429,7 @@ class Parametrization(Computed):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.check(geometry)
+        check_padding(geometry)
         self.geometry = geometry
         self.factory: dict[str, Any] = {
             "device": device,
@@ -445,15 +437,6 @@ class Parametrization(Computed):
         }
         #: hyper-parameters of the layer that it was made for
         self.made_for: list[Any] = []
-
-    @classmethod
-    def check(cls, geometry: Geometry) -> None:
-        """Refuse the layers this construction is not sound for, with the reason."""
-        if geometry.dims and cls.kinds == (nn.Linear,):
-            raise Refused(
-                f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}"
-            )
-        check_padding(geometry)
 
     def constant(self) -> float | None:
         """The proved bound of the norm for all raw tensors, or None."""
@@ -645,30 +628,17 @@ def _with_property(kind: type[nn.Module]) -> Any:
     """One class for all parametrized layers of a kind: torch makes one for each, which cannot be stacked or pickled."""
     if isinstance(kind, _Lasting):
         return kind
+    sample = nn.Linear(1, 1, device="meta")
+    parametrize.register_parametrization(sample, "weight", nn.Identity(), unsafe=True)
+    own = vars(type(sample))["weight"]
 
     def get(layer: Any) -> Any:
-        parametrizations = layer.__dict__["_modules"].get("parametrizations")
-        if parametrizations is None or "weight" not in parametrizations:
+        if "weight" not in layer.parametrizations:  # torch looks while it removes the last one
             raise AttributeError("weight")
-        if not parametrize._cache_enabled:
-            return parametrizations["weight"]()
-        key, cache = (id(layer), "weight"), cast(dict[Any, Any], parametrize._cache)
-        if key not in cache:
-            cache[key] = parametrizations["weight"]()
-        return cache[key]
-
-    def assign(layer: Any, value: Tensor) -> None:
-        """Set the raw tensor for a weight.
-
-        Args:
-            layer: the layer.
-            value: the value that is assigned.
-        """
-
-        layer.parametrizations["weight"].right_inverse(value)
+        return own.fget(layer)
 
     body = {
-        "weight": property(get, assign),
+        "weight": property(get, own.fset),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }

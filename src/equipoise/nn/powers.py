@@ -221,8 +221,7 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
         t: number of squarings, plus one.
     """
     half = (exponent / 2).floor()  # two exact steps: 2^-exponent alone may overflow
-    wide = (K.cpu() if K.device.type == "mps" else K).double()
-    whole = wide * torch.exp2(-half) * torch.exp2(half - exponent)
+    whole = K.double() * torch.exp2(-half) * torch.exp2(half - exponent)
     if math.prod(K.shape[3:]) > 1:
         T, log2, _, _ = _kernel_powers(whole, t)
         return T, log2

@@ -18,7 +18,6 @@ References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,7 +52,7 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
     check_steps(t)
     refuse_large(K, t)
     if is_plain_call(K) and _in_closed_form(K, t):
-        return _Rescaled.apply(K, log_q, t, False, ())
+        return _Rescaled.apply(K, log_q, t)
     return _by_operators(K, t, log_q)
 
 
@@ -68,13 +67,12 @@ def check_steps(t: int) -> None:
 def _in_closed_form(K: Tensor, t: int) -> bool:
     """Whether `_Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
     wide = t > 1 and math.prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
-    return not wide and K.device.type != "mps" and bool(largest_exponent(K, 0).abs().amax() <= 30)
+    return not wide and bool(largest_exponent(K, 0).abs().amax() <= 30)
 
 
 def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """`(K·R, R)` by operators that torch differentiates and traces itself."""
     exponent = largest_exponent(K, 0)
-    exponent = exponent.cpu() if K.device.type == "mps" else exponent
     total, log2 = totals(K, exponent, t)
     weighted, majorant = _majorant(K, t, total, log_q)
     present = weighted > 0
@@ -84,9 +82,9 @@ def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tens
 
     # the power of two in two parts, one to K (exactly) and one to R: 2^-exponent alone may overflow
     half = (exponent / 2).floor()
-    scale = R.reshape(_across(K, False)) * _factor(K) * torch.exp2(half - exponent)
+    scale = R.reshape(_across(K)) * _factor(K) * torch.exp2(half - exponent)
     weight = (K * torch.exp2(-half).to(K)) * scale.to(K)
-    return weight, factors.to(device=K.device, dtype=K.dtype)
+    return weight, factors.to(K.dtype)
 
 
 def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -100,21 +98,14 @@ def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[T
 
 
 class _Rescaled(torch.autograd.Function):
-    """`(K·R, R)`, or (`transposed`) `(R·K, R)` with the R of Kᵀ, of kernels on the phases of their inputs; closed gradient.
+    """`(K·R, R)` with a closed gradient.
 
     A gradient g for R is `−2^−t·g·R/D` for the majorant D, and its outer product with q for T. One function for all of it:
     kernels are small, and every operation that autograd records costs as much as the products.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        K: Tensor,
-        log_q: Tensor | None,
-        t: int,
-        transposed: bool,
-        lattices: Sequence[Lattice],
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, K: Tensor, log_q: Tensor | None, t: int) -> tuple[Tensor, Tensor]:
         """The weight and its factors.
 
         Args:
@@ -122,26 +113,18 @@ class _Rescaled(torch.autograd.Function):
             K: kernels `(g, co, ci, *taps)`.
             log_q: logarithm of the weights q, or None.
             t: steps of spectral rescaling.
-            transposed: whether outputs are rescaled.
-            lattices: how the kernel acts on the phases of its input.
         """
-        S = _on_phases(K, transposed, lattices)
-        refuse_large(S, t)
-        table = powers(S, t)
-        weighted, majorant = _majorant(S, t, table.T, log_q)
+        table = powers(K, t)
+        weighted, majorant = _majorant(K, t, table.T, log_q)
         R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
         if not bool((weighted > 0).all()):
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
-        factor = (R * _factor(S)).to(K.dtype)
+        factor = (R * _factor(K)).to(K.dtype).reshape(_across(K))
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
         ctx.table = table
         ctx.t = t
-        ctx.transposed = transposed
-        ctx.lattices = lattices
-        ctx.shape = S.shape
-        ctx.loss = _factor(S)
         ctx.set_materialize_grads(False)
-        return _times(K, factor, transposed, lattices), R.to(K.dtype)
+        return K * factor, R.to(K.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -149,20 +132,14 @@ class _Rescaled(torch.autograd.Function):
         K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
         g, g_R = gradients
         if torch.is_grad_enabled():  # for higher derivatives
-            E, again = _by_operators(_on_phases(K, ctx.transposed, ctx.lattices), ctx.t, log_q)
-            pairs = [(_off_phases(E, ctx.transposed, ctx.lattices), g), (again, g_R)]
-            values, outer = zip(
-                *[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True
-            )
-            return *differentiated(values, outer, K, log_q), None, None, None
+            pairs = zip(_by_operators(K, ctx.t, log_q), gradients, strict=True)
+            values, outer = zip(*[pair for pair in pairs if pair[1] is not None], strict=True)
+            return *differentiated(values, outer, K, log_q), None
 
         own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:
-            own, parts = (
-                _times(g, factor, ctx.transposed, ctx.lattices),
-                _on_phases(g * K, ctx.transposed, ctx.lattices),
-            )
-            total = total + parts.sum([d for d in range(parts.dim()) if d not in (0, 2)]) * ctx.loss
+            own = g * factor
+            total = total + (g * K).sum([d for d in range(K.dim()) if d not in (0, 2)]) * _factor(K)
         c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
         q, inside = None, None
         if log_q is None:
@@ -171,37 +148,17 @@ class _Rescaled(torch.autograd.Function):
             wide = log_q.to(R)
             q, inside = wide.clamp(-_LOG_Q, _LOG_Q).exp(), wide.abs() <= _LOG_Q
             g_T = (c / q)[..., :, None] * q[..., None, :]
-        g_K = _off_phases(ctx.table.gradient(g_T).reshape(ctx.shape), ctx.transposed, ctx.lattices)
+        g_K = ctx.table.gradient(g_T).reshape(K.shape)
         g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
         if q is None or inside is None:
-            return g_K, None, None, None, None
+            return g_K, None, None
         along = (ctx.table.T.mT @ (c / q)[..., None])[..., 0] * q - c * weighted
-        return g_K, (along * inside).to(log_q.dtype), None, None, None
+        return g_K, (along * inside).to(log_q.dtype), None
 
 
-def _on_phases(K: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
-    """The kernel on the phases of its inputs, transposed."""
-    S = polyphase(K, lattices)
-    return S.transpose(1, 2) if transposed else S
-
-
-def _off_phases(S: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
-    """The inverse, and the adjoint."""
-    return rejoined(S.transpose(1, 2) if transposed else S, lattices)
-
-
-def _times(K: Tensor, R: Tensor, transposed: bool, lattices: Sequence[Lattice]) -> Tensor:
-    """`K·R`, or `R·K`, of a kernel that is not on its phases."""
-    if transposed or all(lattice.phases == 1 for lattice in lattices):
-        return K * R.reshape(_across(K, transposed))
-    S = polyphase(K, lattices)
-    return rejoined(S * R.reshape(_across(S, False)), lattices)
-
-
-def _across(K: Tensor, transposed: bool) -> tuple[int, ...]:
-    """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (transposed) `(g, n, m, …)`."""
-    ones = [1] * (K.dim() - 3)
-    return (K.shape[0], -1, 1, *ones) if transposed else (K.shape[0], 1, -1, *ones)
+def _across(K: Tensor) -> tuple[int, ...]:
+    """The shape of R (g, n) beside kernels `(g, m, n, …)`."""
+    return (K.shape[0], 1, -1, *[1] * (K.dim() - 3))
 
 
 def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Tensor]:
@@ -311,8 +268,7 @@ class SN(Parametrization):
             return symbol_norm(
                 polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid
             )
-        wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
-        blocks = wide.reshape(geometry.groups, -1, geometry.shape[1])
+        blocks = raw.double().reshape(geometry.groups, -1, geometry.shape[1])
         delta = rounding(geometry.shape[0], geometry.shape[1], 1, 1)
         return gram_norm(blocks, self.iterations).amax(), delta
 
@@ -364,13 +320,11 @@ class SR(Parametrization):
 
     def construct(self, raw: Tensor) -> Tensor:
         """`W·R`, or `R·W`."""
-        K = self.geometry.grouped(raw)
-        if self.geometry.dims and is_plain_call(raw) and _in_closed_form(K, 1):
-            return _Rescaled.apply(K, self.log_q, self.t, self.transposed, self.lattices)[
-                0
-            ].reshape(raw.shape)
-        S = rescaling_pair(_on_phases(K, self.transposed, self.lattices), self.t, self.log_q)[0]
-        return _off_phases(S, self.transposed, self.lattices).reshape(raw.shape)
+        S = polyphase(self.geometry.grouped(raw), self.lattices)
+        S = S.transpose(1, 2) if self.transposed else S
+        S = rescaling_pair(S, self.t, self.log_q)[0]
+        S = S.transpose(1, 2) if self.transposed else S
+        return rejoined(S, self.lattices).reshape(raw.shape)
 
 
 class AOL(SR):

@@ -19,17 +19,10 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import hooked
 from equipoise.core.precision import inflate
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
-from equipoise.nn.parametrize import (
-    ComputedLayer,
-    Tensors,
-    check_padding,
-    is_plain_call,
-    plain_geometry,
-)
+from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, plain_geometry
 from equipoise.nn.rescaling import SN, check_steps, normalised_pair, rescaling_pair
 from equipoise.norms.spectral import spectral_norm
 
@@ -141,13 +134,7 @@ class Residual(ComputedLayer):
             z = activation(z + offset.reshape(shape) if len(offset) else z) * scale
         else:
             z = self._linear(x, inner, offset if len(offset) else None)
-            in_place = (
-                type(activation) is nn.ReLU
-                and self.training
-                and not hooked(activation)
-                and is_plain_call(z)
-            )
-            z = functional.relu_(z) if in_place else activation(z)
+            z = activation(z)
         outer = -2 * self.kernel.grouped(inner).transpose(1, 2).flatten(0, 1)
         if self.kernel.dims:
             outer = outer.flip((2, 3))
@@ -247,24 +234,15 @@ def upper_near_one(plain: nn.Module, input_size: tuple[int, ...] | None) -> floa
 class CPL(Residual):
     """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1]."""
 
-    def build(
-        self,
-        plain: Any,
-        *,
-        activation: nn.Module | None = None,
-        iterations: int = 8,
-        grid: int = 16,
-    ) -> None:
-        """The raw weight.
+    def build(self, plain: Any, *, activation: nn.Module | None = None) -> None:
+        """The raw weight, and the bound of its norm.
 
         Args:
             plain: the plain layer that the arguments describe.
             activation: slopes in [0, 1]; ReLU by default.
-            iterations: of the bound σ.
-            grid: frequencies of the bound σ, see `SN`.
         """
         super().build(plain, activation=activation)
-        self.norm = SN(self.kernel, iterations, grid)
+        self.norm = SN(self.kernel)
 
     def rescaled(self, K: Tensor) -> tuple[Tensor, Tensor]:
         """`(K/σ, 1/σ)`."""
@@ -322,8 +300,6 @@ class CPLLinear(CPL):
         dtype: of the parameters.
         hidden: number of hidden units, as many as inputs by default.
         activation: slopes in [0, 1]; ReLU by default.
-        iterations: of the bound σ.
-        grid: frequencies of the bound σ, see `SN`.
     """
 
     plain_type = staticmethod(_linear)
@@ -346,8 +322,6 @@ class CPLConv2d(CPL):
         dtype: of the parameters.
         hidden: number of hidden units, as many as inputs by default.
         activation: slopes in [0, 1]; ReLU by default.
-        iterations: of the bound σ.
-        grid: frequencies of the bound σ, see `SN`.
     """
 
     plain_type = staticmethod(_conv2d)

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equipoise.core.checks import require_module, require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction, constructed, hooked
 from equipoise.core.precision import deflate, inflate
-from equipoise.nn.activations import slopes
+from equipoise.nn.activations import Described, slopes
 from equipoise.nn.parametrize import PLAIN, proved_constant, sole_parametrization
 
 _ISOMETRIES = (
@@ -103,19 +102,18 @@ def overlap(pool: Any) -> float:
     return float(whole) if whole * whole == windows else inflate(math.sqrt(windows))
 
 
-class Lipschitz(nn.Module):
+class Lipschitz(Described):
     """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end.
 
     The factor is part of the forward pass. An f of known constant c > 1, such as another `Lipschitz`, is scaled
     by k/c.
 
     Guarantee: k-Lipschitz, for every value of the parameters. An f whose constant does not follow from its
-    construction is refused, unless the caller states it (`inner`).
+    construction is refused; a module of yours states its own, see `known_constant`.
 
     Args:
         constant: k.
         module: f.
-        inner: a constant of f that you vouch for; by default `known_constant(f)`.
 
     >>> from torch import nn
     >>> f = nn.Sequential(nn.Flatten(), nn.ReLU())
@@ -125,27 +123,26 @@ class Lipschitz(nn.Module):
     tensor([[3., 3.]])
     """
 
-    def __init__(self, constant: float, module: nn.Module, inner: float | None = None) -> None:
+    __constants__ = ("constant",)
+
+    def __init__(self, constant: float, module: nn.Module) -> None:
         super().__init__()
         require_number(constant, "constant")
         if constant <= 0:
             raise InputError(f"the constant must be a positive number, got {constant}")
-        bound = known_constant(module) if inner is None else inner
+        bound = known_constant(module)
         if bound is None:
             raise Refused(
                 f"the constant of {type(module).__name__} does not follow from its construction, so {constant:g} could not be "
-                "guaranteed; convert it with equipoise.make_lipschitz, or state its own constant with inner="
+                "guaranteed; convert it with equipoise.make_lipschitz, or state its constant by equipoise.nn.by_construction"
             )
-        if not (bound >= 0 and math.isfinite(bound)):
-            raise InputError(f"the inner constant must be a non-negative number, got {bound}")
         self.constant = float(constant)
-        self.inner = inner
         self.scale = float(constant) if bound <= 1 else deflate(constant / bound)
         self.module = module
 
     def _constant(self) -> float | None:
         """The constant, as long as the module is what it was; else what follows from the module that is there now."""
-        bound = known_constant(self.module) if self.inner is None else self.inner
+        bound = known_constant(self.module)
         if bound is None:
             return None
         now = abs(self.scale) if bound <= 1 else inflate(abs(self.scale) * bound)
@@ -157,12 +154,8 @@ class Lipschitz(nn.Module):
         """The scaled map."""
         return self.module(x) * self.scale
 
-    def extra_repr(self) -> str:
-        """The constant."""
-        return f"constant={self.constant:g}"
 
-
-class ConvexResidual(nn.Module):
+class ConvexResidual(Described):
     """`α·x + (1 − α)·f(x)`, α in [0, 1]: a skip connection of constant `α + (1 − α)·Lip(f)`, 1 for a 1-Lipschitz f.
 
     A plain `x + f(x)` has constant 2.
@@ -170,40 +163,28 @@ class ConvexResidual(nn.Module):
     Args:
         module: f.
         alpha: weight of the identity.
-        learnable: whether α is the sigmoid of a parameter, starting from `alpha`.
 
     >>> ConvexResidual(nn.ReLU(), 0.25)(torch.tensor([[-4.0, 4.0]]))
     tensor([[-1.,  4.]])
     """
 
-    def __init__(self, module: nn.Module, alpha: float = 0.5, learnable: bool = False) -> None:
-        super().__init__()
-        if not 0 <= alpha <= 1 or (learnable and alpha in (0, 1)):
-            inside = "(0, 1)" if learnable else "[0, 1]"
-            raise InputError(f"alpha must lie in {inside} for a convex combination, got {alpha}")
-        self.module = module
-        self.fixed = None if learnable else float(alpha)
-        self.logit = (
-            nn.Parameter(torch.tensor(math.log(alpha / (1 - alpha)))) if learnable else None
-        )
+    __constants__ = ("alpha",)
 
-    @property
-    def alpha(self) -> Tensor | float:
-        """The weight of the identity."""
-        if self.logit is not None:
-            return self.logit.sigmoid()
-        assert self.fixed is not None
-        return self.fixed
+    def __init__(self, module: nn.Module, alpha: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= alpha <= 1:
+            raise InputError(f"alpha must lie in [0, 1] for a convex combination, got {alpha}")
+        self.module = module
+        self.alpha = float(alpha)
 
     def _constant(self) -> float | None:
         """`|α| + |1 − α|·Lip(f)`, 1 for a convex combination with a 1-Lipschitz f; None if Lip(f) is not known."""
         inner = known_constant(self.module)
         if inner is None:
             return None
-        alpha = 0.0 if self.fixed is None else self.fixed  # 0 is the worst of the learned ones
-        if inner <= 1 and 0 <= alpha <= 1:
+        if inner <= 1 and 0 <= self.alpha <= 1:
             return 1.0
-        return inflate(inflate(abs(alpha) + abs(1 - alpha) * inner))
+        return inflate(inflate(abs(self.alpha) + abs(1 - self.alpha) * inner))
 
     lipschitz_upper = by_construction(_constant)
 
@@ -215,10 +196,6 @@ class ConvexResidual(nn.Module):
                 f"a skip connection needs equal shapes, got {tuple(x.shape)} and {tuple(y.shape)}"
             )
         return self.alpha * x + (1 - self.alpha) * y
-
-    def extra_repr(self) -> str:
-        """The weight."""
-        return "alpha learned" if self.fixed is None else f"alpha={self.fixed:g}"
 
 
 class Mirrored(nn.Module):

@@ -130,16 +130,6 @@ def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
     return inflate(g / (1 - g))
 
 
-def verification_loss(n: int, dtype: torch.dtype) -> float:
-    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly.
-
-    Args:
-        n: size of the matrices.
-        dtype: precision of the factorisation.
-    """
-    return n * cholesky_gamma(n, dtype) + 4 * unit_roundoff(dtype)
-
-
 def expected_loss(G: Tensor, tau: float) -> float:
     """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision.
 
@@ -448,7 +438,8 @@ def bracket_of_gram(
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
-    slack = 0.9 * max(rtol, 4 * verification_loss(n, torch.float64))
+    loss = n * cholesky_gamma(n, torch.float64)  # of a proof in float64, at worst
+    slack = 0.9 * max(rtol, 5 * loss)
     for attempt in itertools.count(1):
         v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
         value = rayleigh(v)

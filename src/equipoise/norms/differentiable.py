@@ -18,7 +18,6 @@ Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteratio
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -39,7 +38,7 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.cholesky import below
 from equipoise.norms.gram import adjoint, entries_norm, iterated_norm, near_one, scaled, small_side
-from equipoise.norms.symbol import Symbol, combining_pays, tap_positions
+from equipoise.norms.symbol import Symbol, combining_pays, grid_frequencies, tap_positions
 
 #: relative rounding error up to which `symbol_norm` computes in float32
 MOST_ROUNDING = 8e-3
@@ -360,20 +359,6 @@ def _(
 def _back(value: Tensor, e: int) -> Tensor:
     """`2^e·value` in float64, in two steps, since 2^e alone may overflow."""
     return value.double() * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
-
-
-@lru_cache(maxsize=64)
-def grid_frequencies(sizes: tuple[int, ...]) -> Tensor:
-    """The points 2πj/n of a grid in float64, one of each pair ±ω, whose symbols are conjugate.
-
-    Args:
-        sizes: points per axis.
-    """
-    grid = torch.tensor(sizes)
-    points = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
-    place = torch.tensor([math.prod(sizes[j + 1 :]) for j in range(len(sizes))])
-    points = points[(points * place).sum(1) <= ((-points % grid) * place).sum(1)]
-    return points * (2 * math.pi / grid.double())
 
 
 def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, int, int]:

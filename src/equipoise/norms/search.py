@@ -23,7 +23,7 @@ from torch import Tensor
 from equipoise.core.precision import deflate, inflate
 from equipoise.norms.cholesky import below, expected_loss, lanczos, random_start
 from equipoise.norms.gram import entries_norm
-from equipoise.norms.symbol import Symbol
+from equipoise.norms.symbol import Symbol, grid_frequencies
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
@@ -75,15 +75,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         sizes: points per axis.
         points: whether the cells are points.
     """
-    dims = len(sizes)
-    counts = [sizes[0] // 2 + 1, *sizes[1:]]
-    index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
-    grid = torch.tensor(sizes)
-    if points:
-        mirrored = (-index) % grid
-        place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
-        index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
-    omega = index * (2 * math.pi / grid.double())
+    dims, omega = len(sizes), grid_frequencies(sizes)
+    if not points:
+        counts = [sizes[0] // 2 + 1, *sizes[1:]]
+        index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
+        omega = index * (2 * math.pi / torch.tensor(sizes).double())
     groups = symbol.kernel.shape[0]
     return Cells(
         torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims
@@ -242,9 +238,9 @@ class Search:
         G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
             return torch.linalg.eigvalsh(G)[:, -1]
-        values = _powers(G, 8)
+        values = _powers(G)
         for i in values.topk(min(2, len(values))).indices:
-            v = lanczos(G[i].matmul, random_start(self.c, G), steps=32, converged=self.tol / 64)
+            v = lanczos(G[i].matmul, random_start(self.c, G), steps=20, converged=self.tol / 16)
             values[i] = torch.linalg.vector_norm(G[i] @ v) / torch.linalg.vector_norm(v)
         return values
 
@@ -291,13 +287,13 @@ class Search:
         return SymbolBound(upper, self.where[0], self.where[1], proved)
 
 
-def _powers(G: Tensor, steps: int = 4) -> Tensor:
-    """Rough values of `λ_max(G)` of Hermitian matrices, by a few power steps: they only rank."""
+def _powers(G: Tensor) -> Tensor:
+    """Rough values of `λ_max(G)` of Hermitian matrices, by four power steps: they only rank."""
     P = random_start(G.shape[-1], G).expand(
         len(G), 1, -1
     )  # rows: batched products like them better
     value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
-    for _ in range(steps):
+    for _ in range(4):
         P = P @ G
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]

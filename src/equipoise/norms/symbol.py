@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff
 def tap_positions(lengths: tuple[int, ...]) -> Tensor:
     """`(taps, dims)`: the position of every tap, the last axis fastest."""
     return torch.tensor(list(itertools.product(*map(range, lengths))), dtype=torch.float64)
+
+
+@lru_cache(maxsize=16)
+def grid_frequencies(sizes: tuple[int, ...]) -> Tensor:
+    """The points 2πj/n of a grid in float64, one of each pair ±ω, whose symbols are conjugate.
+
+    Args:
+        sizes: points per axis.
+    """
+    grid = torch.tensor(sizes)
+    points = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
+    place = torch.tensor([math.prod(sizes[j + 1 :]) for j in range(len(sizes))])
+    points = points[(points * place).sum(1) <= ((-points % grid) * place).sum(1)]
+    return points * (2 * math.pi / grid.double())
 
 
 def half_lattice(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:

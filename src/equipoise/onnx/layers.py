@@ -123,12 +123,10 @@ def _conv_transpose(
     if window.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise spec.refuse("auto_pad is not supported here; export with explicit pads")
     strides, dilations, pairs = _window(spec, x, list(weight.shape[2:]), **window)
-    least = [min(pair) for pair in pairs]
-    result = run(x, weight, bias, strides, least, output_padding or 0, group, dilations)
-    for axis, (before, after) in enumerate(pairs, 2):  # padding cuts entries off the result
-        cut = before + after - 2 * least[axis - 2]
-        result = result.narrow(axis, before - least[axis - 2], result.shape[axis] - cut)
-    return result
+    if not _is_even(pairs):
+        raise spec.refuse("uneven padding is not supported here")
+    padding = [before for before, _ in pairs]
+    return run(x, weight, bias, strides, padding, output_padding or 0, group, dilations)
 
 
 @operator("MaxPool")
@@ -193,15 +191,6 @@ def _batch_norm(
     return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, epsilon)
 
 
-@operator("GroupNormalization")
-def _group_norm(
-    spec: Spec, x: Tensor, scale: Tensor, shift: Tensor, *, num_groups: int, epsilon: float = 1e-5
-) -> Tensor:
-    if scale.numel() != x.shape[1]:  # one number per group before opset 21
-        scale, shift = (v.repeat_interleave(x.shape[1] // num_groups) for v in (scale, shift))
-    return F.group_norm(x, num_groups, scale, shift, epsilon)
-
-
 @operator("LayerNormalization")
 def _layer_norm(
     spec: Spec,
@@ -216,14 +205,6 @@ def _layer_norm(
     return F.layer_norm(
         x, shape, scale.expand(shape), None if shift is None else shift.expand(shape), epsilon
     )
-
-
-@operator("RMSNormalization")
-def _rms_norm(
-    spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5
-) -> Tensor:
-    shape = list(x.shape[axis % x.dim() :])
-    return F.rms_norm(x, shape, scale.expand(shape), epsilon)
 
 
 @operator("Dropout")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import read_bounded
-from equipoise.onnx import layers, sequences, shapes  # noqa: F401 - they fill the table of operators
+from equipoise.onnx import layers, shapes  # noqa: F401 - they fill the table of operators
 from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, input_readers, require_attributes
 from equipoise.onnx.reading import LARGEST_FILE, LARGEST_TOTAL, LARGEST_VALUE, Graph, Spec, parse
 

@@ -44,7 +44,7 @@ _READERS = {**_READERS, **{kind | None: reader for kind, reader in _READERS.item
 _TABLE: dict[str, Operator] = {}
 #: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not computed
 _WITHOUT_EFFECT = {
-    "extrapolation_value", "hidden_size", "momentum", "num_outputs", "ratio", "saturate", "seed", "sorted",
+    "extrapolation_value", "momentum", "num_outputs", "ratio", "saturate", "seed",
     "stash_type", "storage_order",
 }  # fmt: skip
 #: the attributes that `**window` stands for in a function's signature
@@ -169,7 +169,6 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
     "LessOrEqual": python_operator.le,
     "And": torch.logical_and,
     "Or": torch.logical_or,
-    "Xor": torch.logical_xor,
 }
 #: operators whose definition is one expression; what follows the star are attributes with ONNX's defaults
 _FORMULAS: dict[str, Operator] = {
@@ -181,12 +180,9 @@ _FORMULAS: dict[str, Operator] = {
     ),
     "HardSigmoid": lambda spec, x, *, alpha=0.2, beta=0.5: torch.clamp(x * alpha + beta, 0.0, 1.0),
     "Gelu": lambda spec, x, *, approximate="none": F.gelu(x, approximate=approximate),
-    "Swish": lambda spec, x, *, alpha=1.0: F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha,
     "Min": lambda spec, *inputs: functools.reduce(torch.minimum, inputs),
     "Max": lambda spec, *inputs: functools.reduce(torch.maximum, inputs),
     "Sum": lambda spec, *inputs: functools.reduce(torch.add, inputs),
-    "Mean": lambda spec, *inputs: functools.reduce(torch.add, inputs) / len(inputs),
-    "Mod": lambda spec, a, b, *, fmod=0: torch.fmod(a, b) if fmod else torch.remainder(a, b),
     "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
     "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
     "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(
@@ -239,9 +235,9 @@ def _softmax(spec: Spec, x: Tensor, *, axis: int | None = None) -> Tensor:
     return function(x.flatten(axis), -1).reshape(x.shape)
 
 
-@operator("Cast", "CastLike")
-def _cast(spec: Spec, x: Tensor, like: Tensor | None = None, *, to: int = 0) -> Tensor:
-    target = like.dtype if like is not None else DTYPES.get(to)
+@operator("Cast")
+def _cast(spec: Spec, x: Tensor, *, to: int = 0) -> Tensor:
+    target = DTYPES.get(to)
     if target is None:
         raise spec.refuse(f"it casts to element type {to}, which rounds or is not a number")
     if target.is_floating_point and x.is_floating_point():
@@ -284,7 +280,6 @@ _REDUCE: dict[str, Callable[..., Any]] = {
     "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),
     "ReduceL2": lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep),
     "ReduceSumSquare": lambda x, axes, keep: (x * x).sum(axes, keep),
-    "ReduceLogSum": lambda x, axes, keep: torch.log(x.sum(axes, keep)),
     "ReduceLogSumExp": torch.logsumexp,
 }
 _TABLE.update({name: _reduction(function) for name, function in _REDUCE.items()})

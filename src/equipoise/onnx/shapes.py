@@ -14,14 +14,6 @@ from equipoise.onnx.reading import Spec
 
 # ---- constants ----------------------------------------------------------------------------------------------------------
 
-#: attributes of `Constant` that hold plain numbers
-_PLAIN_CONSTANTS = {
-    "value_float": torch.float32,
-    "value_floats": torch.float32,
-    "value_int": torch.int64,
-    "value_ints": torch.int64,
-}
-
 
 @operator("Constant")
 def _constant(
@@ -33,25 +25,14 @@ def _constant(
     value_int: Any = None,
     value_ints: Any = None,
 ) -> Tensor:
-    if len(spec.attributes) != 1:
-        raise spec.refuse("it does not hold one value")
-    [(name, stored)] = spec.attributes.items()
-    return stored if name == "value" else torch.tensor(stored, dtype=_PLAIN_CONSTANTS[name])
+    [stored] = spec.attributes.values()
+    return torch.as_tensor(stored)
 
 
 @operator("ConstantOfShape")
 def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Tensor:
     value = torch.zeros(1) if value is None else value
     return value.reshape(()).expand(bounded(spec, shape)).clone()
-
-
-@operator("Range")
-def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = start.item(), limit.item(), step.item()
-    if by == 0:
-        raise spec.refuse("its step is 0")
-    bounded(spec, [max(0, math.ceil((last - first) / by))])
-    return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
 
 
 # ---- shapes -------------------------------------------------------------------------------------------------------------
@@ -125,7 +106,7 @@ def _pad(
     if mode == "constant":
         kept = next((i for i, pair in enumerate(pairs[:-1]) if pair != (0, 0)), len(pairs) - 1)
         return F.pad(x, [n for pair in reversed(pairs[kept:]) for n in pair], value=value or 0.0)
-    names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    names = {"reflect": "reflect", "edge": "replicate"}
     if mode not in names or any(pair != (0, 0) for pair in pairs[:2]) or x.dim() not in (3, 4, 5):
         raise spec.refuse(f"padding mode {mode!r} of {x.dim()} dimensions is not supported")
     return F.pad(x, [n for pair in reversed(pairs[2:]) for n in pair], mode=names[mode])
@@ -133,12 +114,9 @@ def _pad(
 
 @operator("DepthToSpace")
 def _depth_to_space(spec: Spec, x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tensor:
-    n, c, h, w = x.shape
-    if mode == "CRD":
-        return F.pixel_shuffle(x, blocksize)
-    small = c // blocksize**2
-    parts = x.reshape(n, blocksize, blocksize, small, h, w).permute(0, 3, 4, 1, 5, 2)
-    return parts.reshape(n, small, h * blocksize, w * blocksize)
+    if mode != "CRD":
+        raise spec.refuse(f"mode {mode!r} is not supported; export with mode CRD")
+    return F.pixel_shuffle(x, blocksize)
 
 
 # ---- entries by their place ---------------------------------------------------------------------------------------------
@@ -202,46 +180,10 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tenso
     )
 
 
-@operator("GatherElements")
-def _gather_elements(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
-    axis = _axis(spec, axis, x)
-    return torch.gather(x, axis, _indices(spec, index, x.shape[axis]))
-
-
-@operator("GatherND")
-def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0) -> Tensor:
-    if batch_dims or not 1 <= index.shape[-1] <= x.dim():
-        raise spec.refuse("batch_dims, or indices of more axes than the tensor has")
-    return x[
-        tuple(
-            _indices(spec, part, n)
-            for part, n in zip(np.moveaxis(index, -1, 0), x.shape, strict=False)
-        )
-    ]
-
-
-@operator("Trilu")
-def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) -> Tensor:
-    return (torch.triu if upper else torch.tril)(x, int(k or 0))
-
-
 # ---- resampling ---------------------------------------------------------------------------------------------------------
 
 
-@operator("Upsample")
-def _upsample(spec: Spec, x: Tensor, scales: list[float], *, mode: str = "nearest") -> Tensor:
-    return _resize(
-        spec,
-        x,
-        None,
-        scales,
-        mode=mode,
-        coordinate_transformation_mode="asymmetric",
-        nearest_mode="floor",
-    )
-
-
-@operator("Resize")
+@operator("Resize", "Upsample")
 def _resize(
     spec: Spec,
     x: Tensor,

@@ -118,7 +118,8 @@ def smoothed_cross_entropy(
     )
     z, dtype = logits.to(_wide(logits)), _wide(logits)
     g = torch.randn(samples, *z.shape, generator=generator, dtype=dtype, device=z.device)
-    spread = sigma * _length(h).to(dtype)[..., None] * g
+    # the gradient of a length at zero is zero
+    spread = sigma * safe_root(_square(h)).to(dtype)[..., None] * g
     losses = (_cross_entropy(z + spread, targets) + _cross_entropy(z - spread, targets)) / 2
     return SmoothedLoss(losses.mean(0), losses.detach().std(0) / math.sqrt(samples))
 
@@ -371,8 +372,3 @@ def _square(h: Tensor) -> Tensor:
     if not isinstance(h, Tensor):
         raise InputError(f"activations must be a tensor, got {describe(h)}")
     return h.to(_wide(h)).square().sum(-1)
-
-
-def _length(h: Tensor) -> Tensor:
-    """‖h‖ per row; its gradient at zero is zero."""
-    return safe_root(_square(h))

@@ -56,7 +56,7 @@ def noisy_copies(
     torch.Size([8, 3])
     """
     require_number(copies, "copies", least=1, whole=True)
-    return add_noise(_repeated(_batch(x), copies), sigma, generator)
+    return add_noise(_batch(x).repeat(copies, *(1,) * (x.dim() - 1)), sigma, generator)
 
 
 def consistency_loss(
@@ -96,11 +96,6 @@ def consistency_loss(
     mean = log_mean.exp()
     divergence = (mean * (log_mean - log_p)).sum(-1).mean()
     return loss + weight * divergence - entropy * (mean * log_mean).sum(-1).mean()
-
-
-def _repeated(x: Tensor, copies: int) -> Tensor:
-    """The batch so many times over."""
-    return x.repeat(copies, *(1,) * (x.dim() - 1))
 
 
 def _batch(x: Any) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import POSITIVE, require_number
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import rescaled
 from equipoise.norms.induced import induced_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import (
@@ -151,14 +150,12 @@ def project_(
 def _shrink(
     module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None
 ) -> Bound:
-    largest = float(W.abs().max()) if W.numel() else 0.0
-    # sums may overflow
-    if math.isfinite(largest) and largest > max(torch.finfo(W.dtype).max / 2**32, 4 * radius):
-        W.copy_(rescaled(W)[0] * max(1.0, 4 * radius))  # still outside: only the direction counts
     bound, margin = operator_norm(module, p, size), 0.0
     for _ in range(60):
         if float(bound) <= radius:
             return bound
+        if not math.isfinite(float(bound)):
+            break
         W.mul_(radius / float(bound) * (1 - margin))
         # rounding of the scaled weights may leave it just above
         margin = max(2 * margin, 2.0 * torch.finfo(W.dtype).eps)

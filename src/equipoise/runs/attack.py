@@ -206,8 +206,7 @@ class _Attacker:
         if item.problem is not None:
             raise Refused(item.problem)
         what = f"an attack at an input of shape {tuple(item.x.shape)}"
-        rows: list[AttackRow] = guarded(lambda: self._attack(item, radii), what)
-        return rows
+        return guarded(lambda: self._attack(item, radii), what)
 
     def _attack(self, item: Item, radii: Sequence[float]) -> list[AttackRow]:
         x = item.x[None].to(self.device)

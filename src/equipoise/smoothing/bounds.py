@@ -139,8 +139,8 @@ def bucket_scores(scores: Floats, partition: Partition) -> Floats:
 class Smoothness:
     """Lipschitz constants of the scores before smoothing: of one component, and of the difference of two; ∞ if unknown."""
 
-    component: Any = np.inf
-    pair: Any = np.inf
+    component: float = np.inf
+    pair: float = np.inf
 
     @classmethod
     def of(cls, lipschitz: Any, pair: Any = None) -> Smoothness:
@@ -152,8 +152,6 @@ class Smoothness:
         """
         if lipschitz is None:
             return cls()
-        if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
-            return cls(lipschitz, 2 * lipschitz if pair is None else np.asarray(pair))
         constant = as_upper(lipschitz)
         return cls(constant, 2 * constant if pair is None else as_upper(pair))
 
@@ -169,23 +167,25 @@ class Gaussian:
     is subtracted from lower bounds and added to upper ones.
     """
 
-    sigma: Any
-    variation: Any = 0.0
+    sigma: float
+    variation: float = 0.0
 
     def __post_init__(self) -> None:
         positive(self.sigma, "sigma")
-        if not bool(np.all(np.asarray(self.variation, dtype=np.float64) >= 0)):
+        if not self.variation >= 0:
             raise InputError(f"a total variation is a non-negative number, got {self.variation!r}")
 
     def below(self, lower: Floats) -> Floats:
         """A lower bound under the drawn law → one under the Gaussian."""
-        moved = np.maximum(np.nextafter(lower - self.variation, -1.0), 0.0)
-        return np.where(np.asarray(self.variation) > 0, moved, lower)
+        if not self.variation:
+            return lower
+        return np.maximum(np.nextafter(lower - self.variation, -1.0), 0.0)
 
     def above(self, upper: Floats) -> Floats:
         """The same for an upper bound."""
-        moved = np.minimum(np.nextafter(upper + self.variation, 2.0), 1.0)
-        return np.where(np.asarray(self.variation) > 0, moved, upper)
+        if not self.variation:
+            return upper
+        return np.minimum(np.nextafter(upper + self.variation, 2.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -232,16 +232,9 @@ def count_bounds(
     n = np.maximum(n, 1.0)
     lower = noise.below(clopper_pearson(hits[:, 0], n, top, "lower"))
     upper = complement(lower)
-    several = partition.buckets > 2
-    if several.any():
-        most = hits[several, 1:].max(axis=1)
-        bound = complement(
-            clopper_pearson(
-                n[several] - most, n[several], np.broadcast_to(rival, n.shape)[several], "lower"
-            )
-        )
-        spread = np.broadcast_to(np.asarray(noise.variation, dtype=np.float64), n.shape)[several]
-        upper[several] = np.minimum(upper[several], Gaussian(noise.sigma, spread).above(bound))
+    if hits.shape[1] > 2:
+        worst = noise.above(clopper_pearson(hits[:, 1:].max(axis=1), n, rival, "upper"))
+        upper = np.where(partition.buckets > 2, np.minimum(upper, worst), upper)
     return Bounds(lower, upper, radius_multi(lower, upper, noise.sigma))
 
 
@@ -272,11 +265,10 @@ def moment_bounds(
     return two_sided(lower[:, 0], upper, partition, noise, smoothness)
 
 
-def _single_scales(partition: Partition, noise: Gaussian, constant: Any) -> Floats:
+def _single_scales(partition: Partition, noise: Gaussian, constant: float) -> Floats:
     """(N, B): `σ·L` of the buckets that hold one class, ∞ for the pooled one, whose sum may be steeper than its classes."""
     bucket = np.arange(int(partition.buckets.max(initial=1)))
-    scale = np.broadcast_to(np.asarray(noise.sigma * constant), len(partition.order))
-    return np.where(bucket <= partition.singles[:, None], scale[:, None], np.inf)
+    return np.where(bucket <= partition.singles[:, None], noise.sigma * constant, np.inf)
 
 
 def _mean_bound(
@@ -363,7 +355,7 @@ def margin_bounds(
     lower = _mean_bound(low_mean, var[:, 1:], moments.n[:, None], _column(risk), scale, "lower")
     h = noise.below(np.where(partition.present()[:, 1:], lower, 1.0).min(axis=1))
     radius = radius_mono(h, noise.sigma)
-    if not bool(np.all(np.isinf(smoothness.pair))):
+    if smoothness.pair < np.inf:
         radius = radius_mono_lipschitz(h, noise.sigma, smoothness.pair * 0.5)
     return Bounds(h, complement(h), radius)
 

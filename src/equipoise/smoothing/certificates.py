@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
+from equipoise.core.errors import one_line
 from equipoise.core.files import read_bounded
 from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.ramp import Floats
@@ -79,7 +80,14 @@ class Certificates:
 
 
 _LARGEST = 1_000_000_000  # bytes of a log
-_COLUMNS = ("idx", "label", "predict", "radius", "correct", "time")
+_COLUMNS = {
+    "idx": np.int64,
+    "label": np.int64,
+    "predict": np.int64,
+    "radius": np.float64,
+    "correct": np.int64,
+    "time": "U64",
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class CertificationLog:
     predict: Ints
     radius: Floats
     correct: NDArray[np.bool_]
-    time: tuple[str, ...]
+    time: NDArray[np.str_]
 
     def accuracy(self, epsilon: ArrayLike = 0.0) -> Floats:
         """Certified accuracy at each ε, as in the published tables: right, and radius ≥ ε."""
@@ -103,38 +111,25 @@ class CertificationLog:
 
 
 def read_log(path: str | Path) -> CertificationLog:
-    """Read a log; a malformed line is named with its number."""
+    """Read a log; a malformed line is named."""
     try:
         lines = read_bounded(path, _LARGEST).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path} is not a text file: {error.reason} at byte {error.start}"
         ) from error
-    if not lines or tuple(lines[0].split("\t")) != _COLUMNS:
+    if not lines or lines[0].split("\t") != list(_COLUMNS):
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
-    rows = [
-        _log_row(line, f"{path}, line {k}")
-        for k, line in enumerate(lines[1:], start=2)
-        if line.strip()
-    ]
-    if not rows:
+    if len(lines) < 2:
         raise InputError(f"{path}: the log has no rows")
-    columns: Any = zip(*rows, strict=True)
-    idx, label, predict, radius, correct, time = columns
-    idx, label, predict = (np.asarray(column, dtype=np.int64) for column in (idx, label, predict))
-    return CertificationLog(
-        idx, label, predict, np.asarray(radius), np.asarray(correct, dtype=bool), time
-    )
-
-
-def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:
+    kinds: Any = list(_COLUMNS.items())
     try:
-        idx, label, predict, radius, correct, time = line.split("\t")
-        row = (int(idx), int(label), int(predict), float(radius), int(correct), time)
-    except ValueError as error:
-        raise InputError(f"{where}: {error} in {line[:200]!r}") from error
-    if max(map(abs, row[:3])) >= 2**63:
-        raise InputError(f"{where}: a number beyond 64 bits in {line[:200]!r}")
-    if not row[3] >= 0 or row[4] not in (0, 1):
-        raise InputError(f"{where}: a radius must be ≥ 0 and correct 0 or 1, got {line[:200]!r}")
-    return row
+        rows = np.loadtxt(lines[1:], kinds, comments=None, delimiter="\t", ndmin=1)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path}, counting rows after the header: {one_line(error)}") from error
+    right = (rows["radius"] >= 0) & np.isin(rows["correct"], (0, 1))
+    if not right.all():
+        bad = rows[~right][0]
+        raise InputError(f"{path}: a radius must be ≥ 0 and correct 0 or 1, got {bad}")
+    columns = {name: rows[name] for name in _COLUMNS}
+    return CertificationLog(**columns | {"correct": rows["correct"] == 1})

@@ -23,13 +23,12 @@ from equipoise.core.checks import (
     require_one_of,
     require_tensor,
 )
-from equipoise.smoothing.bounds import Moments
+from equipoise.smoothing.bounds import Moments, bucket_scores
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.noise import (
-    FloatNoise,
-    GridNoise,
     Levels,
+    Noise,
     NoiseName,
     NoiseSpec,
     Sigma,
@@ -167,22 +166,16 @@ class SmoothedClassifier:
             input_id: key of the noise.
             keep: whether to return the bucket scores (1, n, B) too.
         """
-        shift = torch.from_numpy(plan.shift[0]).to(x.device)
-        to_bucket = torch.zeros(self.num_classes, len(shift), dtype=torch.float64, device=x.device)
-        to_bucket[torch.arange(self.num_classes), torch.from_numpy(plan.partition.labels()[0])] = (
-            1.0
-        )
-        sums = torch.zeros(3, len(shift), dtype=torch.float64, device=x.device)
-        samples: list[Tensor] = []
+        sums = np.zeros(())
+        samples: list[Floats] = []
         for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
-            scores = scores_of(chosen, out) @ to_bucket
+            scores = bucket_scores(scores_of(chosen, out).cpu().numpy()[None], plan.partition)
+            part = Moments.of(scores, plan.shift)
+            sums = sums + np.stack([part.first, part.second, part.cross])
             if keep:
-                samples.append(scores.cpu())
-            z = scores - shift
-            sums += torch.stack([z.sum(0), (z * z).sum(0), (z * z[:, :1]).sum(0)])
-        first, second, cross = (s[None, :] for s in sums.cpu().numpy())
-        kept = torch.cat(samples).clamp_(0, 1).numpy()[None] if keep else None
-        return Moments(np.array([float(n)]), plan.shift, first, second, cross), kept
+                samples.append(scores)
+        kept = np.concatenate(samples, axis=1) if keep else None
+        return Moments(np.array([float(n)]), plan.shift, *sums), kept
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -412,13 +405,11 @@ class SmoothedClassifier:
         if self.noise == "grid":
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
-    def _law(self, x: Tensor) -> FloatNoise | GridNoise:
-        self._choose_noise(x)
+    def _law(self, x: Tensor) -> Noise:
+        spec = self.noise_spec(x[None])
         self.levels.require_channels(x.shape)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.cells is None:
-            return FloatNoise(self.levels, exact)
-        return GridNoise(self.noise_spec(x[None]).grids, exact)
+        return Noise(self.levels, spec.grids, exact)
 
     def round_constant(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""
@@ -447,9 +438,8 @@ class SmoothedClassifier:
 
     def _finite(self, out: Tensor, input_id: int | str) -> Tensor:
         if self.nonfinite == "refuse" and not bool(torch.isfinite(out).all()):
-            bad = int((~torch.isfinite(out)).any(dim=1).sum())
             raise Refused(
-                f"the network returned NaN or infinity for {bad} of {len(out)} noisy copies of input {input_id!r}; "
+                f"the network returned NaN or infinity for noisy copies of input {input_id!r}; "
                 "nonfinite='miss' counts such draws as votes for no class"
             )
         return out

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
 from equipoise.core import InputError
@@ -32,7 +32,6 @@ from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_sco
 from equipoise.smoothing.procedures import DEFAULT, Partition, Procedure, find_procedure, ranking
 from equipoise.smoothing.ramp import Floats
 
-Interval = Literal["bernstein", "betting"]
 _ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws")
 
 
@@ -45,14 +44,14 @@ class Setting:
         alpha: risk per input.
         about: the classifier, in words.
         caveats: what is not covered, in words.
-        distance: how far the sampled points are from the inputs, (N,) or a number: subtracted from the radii.
+        distance: how far the sampled points are from the inputs: subtracted from the radii.
     """
 
     noise: Gaussian
     alpha: float
     about: str = ""
     caveats: str = NOT_COVERED
-    distance: Any = 0.0
+    distance: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.alpha, int | float | np.floating) or not 0 < self.alpha < 1:
@@ -118,9 +117,8 @@ def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
         row: the procedure.
         setting: noise and risk.
     """
-    most, noise = int(sample.draws.max(initial=1)), setting.noise
-    mean = Gaussian(float(np.mean(noise.sigma)), float(np.max(noise.variation, initial=0.0)))
-    return plan_counts(row, sample.selection, most, mean, setting.alpha)
+    most = int(sample.draws.max(initial=1))
+    return plan_counts(row, sample.selection, most, setting.noise, setting.alpha)
 
 
 def _vote_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
@@ -153,11 +151,10 @@ def _joint_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
         for v in (sample.selection, sample.estimation)
     )
     rows = np.flatnonzero(plan.joint)
-    variation = float(np.max(noise.variation, initial=0.0))
     for some in np.array_split(rows, -(-len(rows) // 4096)):
         selection = first[some, 0], first[some, 1], first[some].sum(axis=1)
         votes = second[some, 0], second[some, 1:].max(axis=1), sample.draws[some]
-        radius[some] = joint_radius(*votes, selection, setting.alpha, variation)
+        radius[some] = joint_radius(*votes, selection, setting.alpha, noise.variation)
     p = ndtr(radius)
     return Bounds(p, 1 - p, radius * noise.sigma)
 
@@ -185,13 +182,10 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
         for v in (sample.votes.selection, sample.votes.estimation)
     )
     draws = sample.votes.draws
-    # the distance to the grid is part of the goal
-    goal = np.broadcast_to(
-        sample.target + np.asarray(setting.distance, dtype=np.float64), len(order)
-    )
+    goal = sample.target + setting.distance
     low, radius = np.zeros(len(order)), np.zeros(len(order))
     for k, votes in enumerate(counts):
-        test = TargetTest.of(row, ranked[k], float(goal[k]), setting.noise)
+        test = TargetTest.of(row, ranked[k], goal, setting.noise)
         if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
             low[k], radius[k] = test.claimed, sample.target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
@@ -205,11 +199,12 @@ def _assemble(
 ) -> Certificates:
     """Bounds → Certificates: where the radius is 0 nothing was shown, so abstain."""
     selected = plan.partition.selected
-    moved = np.maximum(np.nextafter(bounds.radius - setting.distance, -np.inf), 0.0)
-    radius = np.where(np.asarray(setting.distance) > 0, moved, bounds.radius)
+    radius = bounds.radius
+    if setting.distance > 0:
+        radius = np.maximum(np.nextafter(radius - setting.distance, -np.inf), 0.0)
     return Certificates(
         np.where(radius > 0, selected, ABSTAIN), radius, selected, bounds.p_lower, bounds.p_upper,
-        plan.partition.buckets, procedure, float(np.max(setting.noise.sigma)), float(setting.alpha),
+        plan.partition.buckets, procedure, setting.noise.sigma, float(setting.alpha),
         draws.astype(np.int64), str(setting), {"direct": (plan.direct | plan.joint).tolist()},
     )  # fmt: skip
 
@@ -231,7 +226,7 @@ def joined(
     ints, floats = np.zeros(count, dtype=np.int64), np.zeros(count)
     whole = Certificates(
         ints + ABSTAIN, floats, ints + ABSTAIN, floats.copy(), floats + 1, ints, procedure,
-        float(np.max(setting.noise.sigma)), float(setting.alpha), ints.copy(), str(setting),
+        setting.noise.sigma, float(setting.alpha), ints.copy(), str(setting),
     )  # fmt: skip
     direct = np.zeros(count, dtype=bool)
     for places, part in parts:
@@ -252,8 +247,6 @@ def certify_counts(
     sigma: float,
     alpha: float = 1e-3,
     procedure: str = DEFAULT,
-    *,
-    draws: ArrayLike | None = None,
 ) -> Certificates:
     """Certificates from class counts: no forward pass, so α and the procedure can be changed after the sampling.
 
@@ -266,7 +259,6 @@ def certify_counts(
         sigma: noise level the votes were drawn with.
         alpha: total risk per input.
         procedure: a row of `PROCEDURES` that takes votes.
-        draws: number of estimation draws where some voted for no class; default: the sum of the counts.
 
     >>> c = certify_counts([95, 3, 2], [9500, 300, 200], sigma=0.5)
     >>> int(c.prediction), round(float(c.radius), 4), int(c.buckets)
@@ -289,13 +281,8 @@ def certify_counts(
         )
     shape, classes = second.shape[:-1], second.shape[-1]
     first, second = first.reshape(-1, classes), second.reshape(-1, classes)
-    total = second.sum(axis=1)
-    if draws is not None:
-        total = _fitting(_counts(draws, "draws"), shape, "draws").reshape(-1)
-        if bool(np.any(total < second.sum(axis=1))):
-            raise InputError("draws is smaller than the sum of the estimation counts")
     setting = _setting(sigma, alpha, "the majority vote of the network")
-    return _reshaped(derive(Votes(first, second, total), row, setting), shape)
+    return _reshaped(derive(Votes(first, second, second.sum(axis=1)), row, setting), shape)
 
 
 def certify_scores(
@@ -307,7 +294,7 @@ def certify_scores(
     *,
     lipschitz: Any = None,
     pair_lipschitz: Any = None,
-    interval: Interval = "bernstein",
+    interval: Literal["bernstein", "betting"] = "bernstein",
 ) -> Certificates:
     """Certificates from simplex scores `F(x + δ_i)` of one fixed map, arrays (..., draws, classes).
 
@@ -367,15 +354,6 @@ def _counts(values: ArrayLike, name: str) -> Floats:
     if not bool(np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array)))):
         raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
     return array
-
-
-def _fitting(array: Floats, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
-    try:
-        return np.broadcast_to(array, shape)
-    except ValueError as error:
-        raise InputError(
-            f"{name} has shape {array.shape}, which does not fit the counts' {shape}"
-        ) from error
 
 
 def _scores(values: ArrayLike, name: str) -> Floats:

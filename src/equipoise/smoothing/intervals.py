@@ -51,17 +51,11 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     >>> [round(float(v), 4) for v in clopper_pearson(0, 100, 0.05)]
     [0.0, 0.0362]
     """
-    k, n, alpha = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (k, n, alpha)))
-    _check(alpha, n, least=1)
+    k, n, alpha = _arrays(k, n, alpha)
     bad = ~((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))
     if bool(bad.any()):
         raise InputError(
             f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}"
-        )
-
-    if bool(np.any(alpha < _SMALLEST)):
-        raise InputError(
-            f"the risk alpha must be at least {_SMALLEST:g}: the binomial tail is not accurate below"
         )
 
     def lower(hits: Floats, risk: Floats) -> Floats:
@@ -74,12 +68,12 @@ def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
     """An elementwise function of arrays of one shape, evaluated once for equal arguments: 10⁵ counts of 10⁴ draws repeat."""
     if arguments[0].size < _MANY:
         return function(*arguments)
-    rows = np.stack([a.ravel() for a in arguments], axis=1)
-    order = np.lexsort(rows.T)
-    ordered = rows[order]
-    new = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
-    values = np.empty(len(rows))
-    values[order] = function(*ordered[new].T)[np.cumsum(new) - 1]
+    rows = np.stack([a.ravel() for a in arguments])
+    order = np.lexsort(rows)
+    ordered = rows[:, order]
+    new = np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))
+    values = np.empty(len(order))
+    values[order] = function(*ordered[:, new])[np.cumsum(new) - 1]
     return values.reshape(arguments[0].shape)
 
 
@@ -111,11 +105,7 @@ def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "bot
     >>> round(float(hoeffding(0.9, 1000, 0.001, "lower")), 6)
     0.84123
     """
-    mean, n, alpha = np.broadcast_arrays(
-        *(np.asarray(v, dtype=np.float64) for v in (mean, n, alpha))
-    )
-    _check(alpha, n, least=1)
-    _unit(mean)
+    mean, n, alpha = _arrays(mean, n, alpha)
     return _around(mean, n, side, alpha, lambda a: np.sqrt(np.log(1 / a) / (2 * n)))
 
 
@@ -138,12 +128,7 @@ def empirical_bernstein(
     >>> round(float(empirical_bernstein(0.9, 0.01, 1000, 0.001, "lower")), 6)
     0.869917
     """
-    arrays = (np.asarray(v, dtype=np.float64) for v in (mean, var, n, alpha))
-    mean, var, n, alpha = np.broadcast_arrays(*arrays)
-    _check(alpha, n, least=2)
-    _unit(mean)
-    if not bool(np.all(var >= 0)):
-        raise InputError("a sample variance must be non-negative")
+    mean, var, n, alpha = _arrays(mean, var, n, alpha, least=2)
 
     def shift(a: Floats) -> Floats:
         log = np.log(2 / a)
@@ -171,12 +156,7 @@ def lipschitz_interval(
     >>> round(float(lipschitz_interval(0.9, 1000, 0.001, 0.25, "lower")), 6)
     0.870615
     """
-    arrays = (np.asarray(v, dtype=np.float64) for v in (mean, n, alpha, scale))
-    mean, n, alpha, scale = np.broadcast_arrays(*arrays)
-    _check(alpha, n, least=1)
-    _unit(mean)
-    if not bool(np.all(scale >= 0)):
-        raise InputError("the scale σL must be non-negative")
+    mean, scale, n, alpha = _arrays(mean, scale, n, alpha)
     return _around(mean, n, side, alpha, lambda a: scale * np.sqrt(2 * np.log(1 / a) / n))
 
 
@@ -184,6 +164,8 @@ def _around(
     mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]
 ) -> Floats | Pair:
     """Mean ± shift, widened by the rounding of a float64 mean of n terms, and clipped to [0, 1]."""
+    if not bool(np.all(mean <= 1)):
+        raise InputError("a mean of values in [0, 1] lies in [0, 1]; rescale first")
     # pairwise or blocked sums; plain ones carry their error in `Moments`
     rounding = 2.0**-52 * (np.log2(n) + 8)
 
@@ -221,16 +203,19 @@ def complement(p: Floats) -> Floats:
     return np.asarray(np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0))
 
 
-def _check(alpha: Floats, n: Floats, least: int) -> None:
-    if not bool(np.all((alpha > 0) & (alpha < 1))):
-        raise InputError("the risk alpha must lie strictly between 0 and 1")
+def _arrays(*values: ArrayLike, least: int = 1) -> list[Floats]:
+    """Non-negative arrays of one shape, the last two numbers of draws (at least so many) and risks."""
+    arrays = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in values))
+    *rest, n, alpha = arrays
+    if not bool(np.all((alpha >= _SMALLEST) & (alpha < 1))):
+        raise InputError(
+            f"the risk alpha must lie strictly between 0 and 1, and above {_SMALLEST:g}"
+        )
     if not bool(np.all(n >= least)):
         raise InputError(f"at least {least} draw(s) are needed")
-
-
-def _unit(mean: Floats) -> None:
-    if not bool(np.all((mean >= 0) & (mean <= 1))):
-        raise InputError("a mean of values in [0, 1] lies in [0, 1]; rescale first")
+    if not all(bool(np.all(array >= 0)) for array in rest):
+        raise InputError("counts, means, variances and constants must not be negative")
+    return list(arrays)
 
 
 def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
@@ -252,13 +237,9 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     0.891
     """
     x = np.asarray(samples, dtype=np.float64)
-    if x.ndim < 1 or x.shape[-1] < 1:
-        raise InputError("betting needs at least one sample along the last axis")
-    if not bool(np.all((x >= 0) & (x <= 1))):
-        raise InputError("betting needs samples in [0, 1]")
-    alpha = np.broadcast_to(np.asarray(alpha, dtype=np.float64), x.shape[:-1])
-    if not bool(np.all((alpha > 0) & (alpha < 1))):
-        raise InputError("the risk alpha must lie strictly between 0 and 1")
+    if x.ndim < 1 or not bool(np.all((x >= 0) & (x <= 1))):
+        raise InputError("betting needs samples in [0, 1] along the last axis")
+    _, _, alpha = _arrays(np.zeros(x.shape[:-1]), x.shape[-1], alpha)
     return sides(side, alpha, lambda a: _lower(x, a), lambda a: _above(x, a))
 
 
@@ -344,49 +325,3 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
         total = total + term
         size = size + np.where(np.isfinite(term), np.abs(term), 0.0)
     return np.asarray(total - 1e-11 - 4e-14 * size)
-
-
-def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
-    """A lower confidence *sequence* of p: with probability ≥ 1 − α it is below p at all times t at once.
-
-    The smallest p that the mixture over the whole arcsine law does not refute,
-    `B(A+½, t−A+½)/B(½,½) < p^A(1−p)^{t−A}/α`; left of A/t the right-hand side grows with p, so bisection finds it.
-
-    Args:
-        hits: hits so far, or a sum of scores.
-        draws: draws so far.
-        alpha: risk.
-
-    >>> low = lower_sequence(950, 1000, 0.001)
-    >>> bool(0.9 < low < 0.95)
-    True
-    """
-    a, t, risk = np.broadcast_arrays(
-        *(np.asarray(v, dtype=np.float64) for v in (hits, draws, alpha))
-    )
-    if not bool(np.all((risk > 0) & (risk < 1))):
-        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha!r}")
-    miss = np.maximum(t - a, 0.0)
-    goal = betaln(a + 0.5, miss + 0.5) - _LN_HALF_HALF + np.log(risk)
-    goal = goal - 1e-11 - 4e-14 * np.abs(goal)
-    low, high = np.zeros(a.shape), a / np.maximum(t, 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for _ in range(60):
-            p = (low + high) / 2
-            likelihood = np.where(a > 0, a * np.log(p), 0.0) + np.where(
-                miss > 0, miss * np.log1p(-p), 0.0
-            )
-            refuted = likelihood + 4e-14 * np.abs(likelihood) <= goal
-            low, high = np.where(refuted, p, low), np.where(refuted, high, p)
-    return low
-
-
-def upper_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
-    """The mirror image of `lower_sequence`: above p at all times with probability ≥ 1 − α.
-
-    Args:
-        hits: hits so far, or a sum of scores.
-        draws: draws so far.
-        alpha: risk.
-    """
-    return complement(lower_sequence(np.asarray(draws) - np.asarray(hits), draws, alpha))

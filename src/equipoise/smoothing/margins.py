@@ -53,14 +53,15 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
 def _errors(error: Any, logits: Tensor) -> Tensor:
     off = torch.as_tensor(error, dtype=torch.float64).detach().cpu()
     off = off[:, None] if off.dim() == 1 else off
-    fits = off.dim() in (0, 2) and all(
-        n in (1, m) for n, m in zip(off.shape, logits.shape, strict=False)
-    )
-    if not fits or not bool((off >= 0).all()):
+    try:
+        off = off.expand(logits.shape)
+    except RuntimeError:
+        off = -_INF
+    if not bool((off >= 0).all()):
         raise InputError(
             "the error of the logits is a non-negative number, one per input, or one per logit"
         )
-    return off.expand(logits.shape)
+    return off
 
 
 def margin_radius(

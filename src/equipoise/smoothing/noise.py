@@ -13,7 +13,7 @@ every theorem about real Gaussian noise holds for it. At a point x of the grid `
     P(k) = Φ((k + ½)h/σ) − Φ((k − ½)h/σ),
 
 which no longer depends on x. They are drawn by inversion of a uniform 64-bit word: the distribution function is a table of
-64-bit thresholds, computed once with 40 digits and rounded down. With K cells the total variation per coordinate is at
+64-bit thresholds, computed once with 80 digits and rounded down. With K cells the total variation per coordinate is at
 most K·2⁻⁶³: each of the K − 1 thresholds is off by less than 2⁻⁶⁴, and the mass beyond the last cell, which has a
 probability below 2⁻⁶⁴ on either side, is put into it. Most words are decided by their first 16 bits: a table of 2¹⁶ entries
 holds the value, or says that a threshold cuts this entry; then 48 more bits are drawn and the threshold is searched. So a
@@ -168,11 +168,6 @@ class Grid:
         """The tables, made once per level and grid."""
         return _law(self.sigma, self.cells)
 
-    @property
-    def reach(self) -> int:
-        """The largest integer that can be drawn."""
-        return -self.law.lowest
-
     def variation(self, dimension: int) -> float:
         """Bound of the total variation between the drawn noise of `dimension` coordinates and the rounded Gaussian."""
         return float(np.nextafter(dimension * self.law.cells * 2.0**-63, 1.0))
@@ -238,8 +233,8 @@ def on_bytes(x: NDArray[np.float64]) -> bool:
 def _law(sigma: float, cells: float) -> Law:
     """Thresholds ⌊2⁶⁴·Φ(−(k + ½)h/σ)⌋ and their mirror images, and the guide table.
 
-    40 digits leave an error far below one unit of the 64-bit threshold,
-    and a value too near a whole number to be rounded safely is computed again with 80.
+    80 digits leave an error far below one unit of the 64-bit threshold; a value too near a whole number to be rounded
+    safely is refused.
     """
     tail: list[int] = []
     while not tail or tail[-1] > 0:
@@ -257,25 +252,17 @@ def _law(sigma: float, cells: float) -> Law:
 def _threshold(k: int, sigma: float, cells: float) -> int:
     import mpmath  # slow to load, and not needed for float noise
 
-    for digits in (40, 80, 160):
-        with mpmath.workdps(digits):
-            z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
-            scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
-            whole = int(mpmath.floor(scaled))
-            if (
-                mpmath.mpf(10) ** (25 - digits)
-                < scaled - whole
-                < 1 - mpmath.mpf(10) ** (25 - digits)
-            ):
-                return whole
-    raise InputError(
-        f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
-    )
+    with mpmath.workdps(80):
+        z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
+        scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
+        if abs(scaled - mpmath.nint(scaled)) < mpmath.mpf(10) ** -50:
+            raise InputError(
+                f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
+            )
+        return int(mpmath.floor(scaled))
 
 
 NoiseName = Literal["grid", "float"]
-MAX_CHUNKS = 1 << 29
-GENERATOR = "Philox4x64-10 keyed by BLAKE2b"
 
 
 class Stream(IntEnum):
@@ -300,8 +287,6 @@ def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int
     >>> len(keys), max(keys) < 1 << 128
     (1200, True)
     """
-    if not 0 <= chunk < MAX_CHUNKS:
-        raise InputError(f"chunk must lie in [0, {MAX_CHUNKS}), got {chunk}")
     name = f"{seed}/{int(stream)}/{chunk}/{type(input_id).__name__}:{input_id}".encode()
     return int.from_bytes(
         hashlib.blake2b(name, digest_size=16, person=b"equipoise noise").digest(), "big"
@@ -318,36 +303,11 @@ def fresh_seed() -> int:
     return secrets.randbits(63)
 
 
-def _on_host(buffer: Tensor) -> Tensor:
-    """Where NumPy can write: the buffer itself, or one of its shape."""
-    return buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-
-
 @dataclass(frozen=True)
-class FloatNoise:
-    """`x + σ·g` in floating point; g in float32 or, with `dtype`, in float64."""
+class Noise:
+    """`x + σ·g` in floating point, or on grids (one, or one per channel, all of one step) `(k_x + k)·h` with integers k."""
 
     levels: Levels
-    dtype: torch.dtype
-
-    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
-        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype.
-
-        Args:
-            buffer: tensor (chunk, *x.shape).
-            x: the input.
-            key: of the generator.
-        """
-        host = _on_host(buffer)
-        out = host.numpy()
-        np.random.Generator(philox(key)).standard_normal(dtype=out.dtype, out=out)
-        return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
-
-
-@dataclass(frozen=True)
-class GridNoise:
-    """`(k_x + k)·h` with exact integer noise k, x rounded to the grid once; one grid, or one per channel (all of one step)."""
-
     grids: tuple[Grid, ...]
     dtype: torch.dtype
 
@@ -356,18 +316,22 @@ class GridNoise:
 
         Args:
             buffer: tensor (chunk, *x.shape).
-            x: the input.
+            x: the input; rounded to the grid once.
             key: of the generator.
         """
+        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        out, bits = host.numpy(), philox(key)
+        if not self.grids:
+            np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
+            return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
+
         first = self.grids[0]
         place = first.integers(x.detach().cpu().double().numpy())
         exact = 2 / torch.finfo(self.dtype).eps  # whole numbers below are exact
-        if np.abs(place).max(initial=0) + max(g.reach for g in self.grids) >= exact:
+        if np.abs(place).max(initial=0) - min(g.law.lowest for g in self.grids) >= exact:
             raise InputError(
                 f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
             )
-        host, bits = _on_host(buffer), philox(key)
-        out = host.numpy()
         if len(self.grids) == 1:
             first.draw(bits, out)
         else:
@@ -461,7 +425,7 @@ class NoiseSpec:
             if self.chosen
             else f"The seed {self.seed} was drawn from the operating system."
         )
-        generator = f"the quality of the pseudo-random generator ({GENERATOR})"
+        generator = "the quality of the pseudo-random generator (Philox4x64-10 keyed by BLAKE2b)"
         shape = f"The network is evaluated in batches of {self.batch}; predict in the same shape."
         grid = self.grid
         if grid is None:

@@ -29,10 +29,10 @@ from equipoise.smoothing.bounds import (
     margin_bounds,
     moment_bounds,
 )
-from equipoise.smoothing.intervals import log_e_value
+from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, log_e_value
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
-from equipoise.smoothing.radii import radius_mono
+from equipoise.smoothing.radii import radius_mono, radius_multi
 from equipoise.smoothing.ramp import Floats
 
 _QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely values of an unknown share
@@ -215,13 +215,12 @@ def _expected_radius(
         for s in _QUANTILES:
             p1, p2 = plausible(keys[:, 0], keys[:, 1], keys[:, 2], q, s, selection.shape[1])
             if option.joint:
-                expected = _joint_radius(keys, p1, p2, n, noise, alpha)
+                radius += _joint_radius(keys, p1, p2, n, noise, alpha)
             elif option.direct:
-                expected = _plain_radius(*_margin_ends(p1, p2, n, alpha), noise)
+                radius += _plain_radius(*_margin_ends(p1, p2, n, alpha), noise)
             else:
-                expected = _plain_radius(*_binomial_ends(p1, p2, n, keys), noise)
-            radius += expected / len(_QUANTILES) ** 2
-    return radius[place.reshape(-1)]
+                radius += _plain_radius(*_binomial_ends(p1, p2, n, keys), noise)
+    return radius[place.reshape(-1)] / len(_QUANTILES) ** 2
 
 
 def _joint_radius(
@@ -236,39 +235,29 @@ def _joint_radius(
         hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
         selection = keys[some, 0], keys[some, 1], keys[some, 2]
         tested = joint_radius(
-            hits, rival, np.full(len(hits), float(n)), selection, alpha, float(noise.variation)
+            hits, rival, np.full(len(hits), float(n)), selection, alpha, noise.variation
         )
-        radius[some] = np.where(tested > 0, 0.99 * float(noise.sigma) * tested, -1.0)
+        radius[some] = np.where(tested > 0, 0.99 * noise.sigma * tested, -1.0)
     return radius
 
 
 def _margin_ends(p1: Floats, p2: Floats, n: int, alpha: float) -> tuple[Floats, Floats]:
     """Empirical Bernstein for the margin of n votes."""
-    h = (1 + p1 - p2) / 2
     var = (p1 + p2 - (p1 - p2) ** 2) / 4
-    log = np.log(2 / alpha)
-    low = h - np.sqrt(2 * var * log / n) - 7 * log / (3 * (n - 1))
+    low = empirical_bernstein((1 + p1 - p2) / 2, var, n, alpha, "lower")
     return low, 1 - low
 
 
 def _binomial_ends(p1: Floats, p2: Floats, n: int, keys: Floats) -> tuple[Floats, Floats]:
-    """Clopper–Pearson without rounding, for n votes at the risks of the keys."""
-    several, top, rival = keys[:, 3] > 2, keys[:, 4], keys[:, 5]
-    low = betaincinv(np.maximum(n * p1, 1e-9), n * (1 - p1) + 1, top)
-    up = betaincinv(n * p2 + 1, np.maximum(n * (1 - p2), 1e-9), 1 - rival)
-    return low, np.where(several, np.minimum(1 - low, up), 1 - low)
+    """Clopper–Pearson for n votes at the risks of the keys."""
+    low = clopper_pearson(np.floor(n * p1), n, keys[:, 4], "lower")
+    up = clopper_pearson(np.ceil(n * p2), n, keys[:, 5], "upper")
+    return low, np.where(keys[:, 3] > 2, np.minimum(1 - low, up), 1 - low)
 
 
 def _plain_radius(low: Floats, up: Floats, noise: Gaussian) -> Floats:
-    """Cohen's radius without rounding; where there is none, the (negative) gap."""
-    gap = np.clip(low, 0, 1) - np.clip(up, 0, 1)
-    with np.errstate(invalid="ignore"):
-        radius = (
-            0.5
-            * float(noise.sigma)
-            * (ndtri(np.clip(low, 1e-300, 1)) - ndtri(np.clip(up, 1e-300, 1)))
-        )
-    return np.where(gap > 0, radius, gap)
+    """Cohen's radius; where there is none, the (negative) gap."""
+    return _rating(Bounds(low, up, radius_multi(low, up, noise.sigma)))
 
 
 def plausible(
@@ -342,7 +331,7 @@ class TargetTest:
             epsilon: the target radius.
             noise: its level and variation.
         """
-        sigma, spread = float(noise.sigma), float(noise.variation)
+        sigma, spread = noise.sigma, noise.variation
         needed = target_probability(epsilon, sigma)
         cohen = min(needed + spread * (1 + 2.0**-50) + 2.0**-52 * (spread > 0), 1 - 2.0**-53)
         alone = cls(((cohen, 1.0),), needed)

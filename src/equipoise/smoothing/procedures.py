@@ -53,16 +53,8 @@ class Partition:
 
     def gather(self, values: Floats) -> Floats:
         """(N, c) values per class → (N, B) sums per bucket, B the largest number of buckets; zeros beyond."""
-        ordered = np.take_along_axis(values, self.order, axis=1)
-        width = int(self.buckets.max(initial=1))
-        result = np.zeros((len(ordered), width), dtype=ordered.dtype)
-        position = np.arange(self.order.shape[1])[None, :]
-        single = position <= self.singles[:, None]
-        kept = min(width, ordered.shape[1])
-        result[:, :kept] = np.where(single, ordered, 0)[:, :kept]
-        rest = np.where(single, 0, ordered).sum(axis=1)
-        rows = np.flatnonzero(self.singles < self.order.shape[1] - 1)
-        result[rows, self.singles[rows] + 1] = rest[rows]
+        result = np.zeros((len(values), int(self.buckets.max(initial=1))), dtype=values.dtype)
+        np.add.at(result, (np.arange(len(values))[:, None], self.labels()), values)
         return result
 
     def present(self) -> NDArray[np.bool_]:

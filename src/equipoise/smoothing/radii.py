@@ -1,11 +1,10 @@
-"""Certified ℓ2 radii from bounds of class probabilities: strong law (Cohen), Lipschitz-aware, and the slopes of smoothed scores.
+"""Certified ℓ2 radii from bounds of class probabilities: strong law (Cohen) and Lipschitz-aware.
 
 Every function takes `p1`, a *lower* bound of the smoothed score of the predicted class, and `p2`, an *upper* bound of
 every other one; arrays broadcast; the result is rounded down and is 0 where nothing is certified. A radius R means:
 the prediction is the same at every x' with ‖x' − x‖₂ < R.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from equipoise.core import InputError, as_upper
 from equipoise.smoothing.ramp import Floats, quantile, ramp_quantile
 
 _DOWN = 1 - 2.0**-49
-_UP = 1 + 2.0**-48
 _LARGEST = 1e300  # radii of larger noise may be no floats
 _WIDEST = 1e100  # where L·σ comes near the end of the floats a larger constant is taken: never an infinite radius
 
@@ -103,72 +101,6 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     finite = np.where(np.isinf(a), 1.0, a)
     ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
     return np.where(np.isinf(a), np.where(p > 0.5, np.inf, 0.0), ramp)
-
-
-def component_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
-    """`Lip(F̃_k) ≤ L·erf(r/(2√2·L·σ))`, rounded up, for an L-Lipschitz function with values in [0, r], smoothed.
-
-    Attained by a clipped ramp; never above `min(L, r/(√(2π)σ))`, which it is for L = ∞. (The constant 2√2 is that of the
-    thesis' text; its code has √2: errata 19.)
-
-    Args:
-        sigma: standard deviation of the noise.
-        lipschitz: upper bound of L.
-        mass: r.
-
-    >>> round(component_bound(0.5, 1.0), 6), round(component_bound(0.5), 6)
-    (0.682689, 0.797885)
-    """
-    return _erf_bound(sigma, lipschitz, mass, 2 * math.sqrt(2), math.sqrt(2 * math.pi))
-
-
-def vector_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
-    """`Lip(F̃) ≤ L·erf(r/(2·L·σ))`, rounded up, for an L-Lipschitz map into the simplex of mass r; at most `min(L, r/(√π·σ))`.
-
-    Args:
-        sigma: standard deviation of the noise.
-        lipschitz: upper bound of L.
-        mass: r.
-
-    >>> round(vector_bound(0.5, 1.0), 6)
-    0.842701
-    """
-    return _erf_bound(sigma, lipschitz, mass, 2.0, math.sqrt(math.pi))
-
-
-def optimal_sigma(lipschitz: Any, *, mass: float = 1.0, vector: bool = False) -> float:
-    """The σ where the two simple bounds L and r/(√(2π)σ) meet: `σ* = r/(√(2π)·L)`; vector map: `r/(√π·L)` (errata 11).
-
-    Args:
-        lipschitz: L.
-        mass: r.
-        vector: whether L is the constant of the vector map.
-
-    >>> round(optimal_sigma(1.0), 6), round(optimal_sigma(1.0, vector=True), 6)
-    (0.398942, 0.56419)
-    """
-    constant = as_upper(lipschitz)
-    return (
-        mass / (math.sqrt(math.pi if vector else 2 * math.pi) * constant)
-        if constant > 0
-        else math.inf
-    )
-
-
-def _erf_bound(
-    sigma: float, lipschitz: Any, mass: float, factor: float, range_factor: float
-) -> float:
-    positive(sigma, "sigma")
-    positive(mass, "mass")
-    constant = as_upper(lipschitz)
-    cap = mass / (range_factor * sigma) * _UP
-    if constant == 0 or math.isinf(constant):
-        return min(constant, cap)
-    scale = factor * constant * sigma
-    # the quotient would leave the normal floats; the two limits hold anyway
-    if not 1e-250 < scale / mass < 1e250:
-        return min(constant, cap)
-    return min(constant * math.erf(mass / scale) * _UP, constant, cap)
 
 
 def _sides(p1: Floats, p2: Floats, a: Floats) -> tuple[Floats, Floats]:

@@ -45,29 +45,6 @@ def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
     return np.where(np.isinf(z), z, low), np.where(np.isinf(z), z, up)
 
 
-def ramp_mean(t: ArrayLike, width: ArrayLike) -> tuple[Floats, Floats]:
-    """`lower ≤ H_a(t) ≤ upper`: the Gaussian mean of a ramp of width a seen from t standard deviations.
-
-    Args:
-        t: distance from the center, in standard deviations.
-        width: `a = 1/(L·σ)`.
-
-    >>> low, up = ramp_mean(0.0, 2.0)
-    >>> bool(low <= 0.5 <= up)
-    True
-    """
-    t, a = np.broadcast_arrays(np.asarray(t, dtype=np.float64), np.asarray(width, dtype=np.float64))
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        value, _, _, error = _tail(a / 2 - np.abs(t), a)
-        moved = _ROUND * (np.abs(t) + a)  # rounding of a/2 − |t|; H' ≤ min(1/a, 0.4)
-        error = error + moved * np.minimum(1 / a, 0.4)
-    low, up = np.clip(value - error, 0, 1), np.clip(value + error, 0, 1)
-    low, up = np.where(np.isfinite(value), low, 0.0), np.where(np.isfinite(value), up, 0.5)
-    right = t > 0
-    down, above = 1 - up, 1 - low
-    return np.where(right, down - _ROUND, low), np.where(right, np.minimum(above + _ROUND, 1), up)
-
-
 def ramp_quantile(
     p: ArrayLike, width: ArrayLike, side: Literal["both", "low", "up"] = "both"
 ) -> tuple[Floats, Floats]:

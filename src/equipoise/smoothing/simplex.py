@@ -21,7 +21,7 @@ from equipoise.smoothing.procedures import DEFAULT, find_procedure
 from equipoise.smoothing.ramp import Floats
 
 MapName = Literal["softmax", "sparsemax", "hardmax"]
-_UP = 1 + 2.0**-50
+_UP = 1 + 2.0**-49  # a handful of rounded operations
 
 
 def sparsemax(z: Tensor) -> Tensor:
@@ -100,31 +100,23 @@ class SimplexMap:
         tail = "" if self.mass == 1 else f", mass {self.mass:g}"
         return f"{self.name} at temperature {self.temperature:g}{tail}"
 
-    def constant(self, classes: int) -> float:
-        """Upper bound of `Lip(z → τ_k(z))` for one component: `c_τ/T`, whatever the mass."""
-        require_number(classes, "classes", least=2, whole=True)
-        return _MAPS[self.name].component(classes) / self.temperature * _UP * _UP
-
-    def pair_constant(self) -> float:
-        """Upper bound of `Lip(z → τ_y(z) − τ_k(z))`: softmax √2/(2T), sparsemax √2/T, hardmax ∞."""
-        return _MAPS[self.name].pair / self.temperature * _UP
-
     def component_lipschitz(self, network: Any, classes: int) -> float:
-        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need.
+        """Upper bound of `Lip(τ_k∘f)` per unit of mass, `Lip(f)·c_τ/(T·r)`: what the radii need.
 
         Args:
             network: sound bound of the network's Lipschitz constant.
             classes: number of classes.
         """
-        return _product(as_upper(network), self.constant(classes) / self.mass)
+        require_number(classes, "classes", least=2, whole=True)
+        return self._composed(network, _MAPS[self.name].component(classes))
 
     def pair_lipschitz(self, network: Any) -> float:
         """Upper bound of `Lip((τ_y − τ_k)∘f)` per unit of mass."""
-        return _product(as_upper(network), self.pair_constant() / self.mass)
+        return self._composed(network, _MAPS[self.name].pair)
 
-
-def _product(network: float, constant: float) -> float:
-    return 0.0 if network == 0 else network * constant * _UP
+    def _composed(self, network: Any, constant: float) -> float:
+        upper = as_upper(network)
+        return upper * constant / (self.temperature * self.mass) * _UP if upper > 0 else 0.0
 
 
 def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:

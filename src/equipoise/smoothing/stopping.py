@@ -5,20 +5,20 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import InputError, Refused
+from equipoise.core import Refused
 from equipoise.core.checks import require_type
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined
-from equipoise.smoothing.intervals import lower_sequence, upper_sequence
+from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.noise import Stream
 from equipoise.smoothing.planning import TargetTest
 from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
 from equipoise.smoothing.radii import radius_multi
 
 Verdict = Literal["certified", "hopeless", "undecided"]
-#: risk of giving up an input that would have been certified
-_HOPELESS = 0.05
+#: risk of giving up an input at one look: some percent over all looks where the truth lies exactly at the target
+_HOPELESS = 1e-3
 
 
 def certify_adaptive(
@@ -51,35 +51,32 @@ def certify_adaptive(
         Certificates with the draws used in `draws` and the verdicts in `details["verdicts"]`.
     """
     require_type(classifier, SmoothedClassifier, "classifier")
-    if not isinstance(classifier, SmoothedClassifier):
-        raise InputError(f"expected a SmoothedClassifier, got {type(classifier).__name__}")
     if classifier.map is not None and not classifier.map.votes:
         raise Refused(
             f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify"
         )
     row, spec = find_procedure(procedure), classifier.noise_spec(x)
-    own = spec.setting(alpha, "")
-    epsilon = target_radius + float(own.distance)
+    setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
+    epsilon = target_radius + setting.distance
     parts, verdicts = [], []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
         selection = classifier.counts(xi, n0, input_id=name, stream=Stream.SELECTION).astype(
             np.float64
         )
         order = np.argsort(-selection, kind="stable")
-        test = TargetTest.of(row, selection[order], epsilon, own.noise)
+        test = TargetTest.of(row, selection[order], epsilon, setting.noise)
         counts, draws = np.zeros(len(order), dtype=np.int64), 0
         verdict: Verdict = "undecided"
         for out in classifier.logits(xi, n_max, input_id=name, stream=Stream.ESTIMATION):
             counts += count_votes(out).cpu().numpy()
             draws += len(out)
             votes = counts[order]
-            verdict = _verdict(test, votes, draws, epsilon, own)
+            verdict = _verdict(test, votes, draws, epsilon, setting)
             if verdict != "undecided":
                 break
         stopped = Votes(selection[None], counts[None].astype(np.float64), np.array([float(draws)]))
-        parts.append(([k], derive(Stopped(stopped, target_radius), row, own)))
+        parts.append(([k], derive(Stopped(stopped, target_radius), row, setting)))
         verdicts.append(verdict)
-    setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
     whole = joined(parts, len(x), "adaptive", setting)
     whole.details.update(verdicts=verdicts, target_radius=target_radius)
     return whole
@@ -88,15 +85,13 @@ def certify_adaptive(
 def _verdict(
     test: TargetTest, votes: Ints, draws: int, epsilon: float, setting: Setting
 ) -> Verdict:
-    """Certified by the e-process, or hopeless where confidence sequences exclude the target."""
+    """Certified by the e-process, or hopeless where binomial bounds exclude the target: abstaining is always sound."""
     hits, rival = float(votes[0]), float(votes[1:].max())
     if test.log_e(hits, rival, draws) >= np.log(1 / setting.alpha):
         return "certified"
-    if len(test.levels) == 1:
-        top = float(upper_sequence(hits, draws, _HOPELESS))
-        least = 1 - top
-    else:
-        top = float(upper_sequence(hits, draws, _HOPELESS / 2))
-        least = float(lower_sequence(rival, draws, _HOPELESS / (2 * len(votes) - 2)))
-    most = float(radius_multi(top, min(least, top), setting.noise.sigma))
+    top = clopper_pearson(hits, draws, _HOPELESS, "upper")
+    least = 1 - top
+    if len(test.levels) > 1:
+        least = clopper_pearson(rival, draws, _HOPELESS / (len(votes) - 1), "lower")
+    most = radius_multi(top, np.minimum(least, top), setting.noise.sigma)
     return "hopeless" if most < epsilon else "undecided"

@@ -31,8 +31,7 @@ def find_suite(name: str) -> tuple[Check, ...]:
         raise InputError(
             f"there is no suite {name!r}; installed are {', '.join({**SUITES, **installed})}"
         )
-    checks: tuple[Check, ...] = installed[name].load()()
-    return checks
+    return installed[name].load()()
 
 
 __all__ = [

@@ -26,7 +26,6 @@ from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import atomic_write, make_folder, read_json, sealed, unsealed
 from equipoise.nn.activations import BetaAbs
-from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.lipschitz import families
 from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
@@ -207,7 +206,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
     if cell.family not in PEERS:
         model["arguments"]["family"] = cell.family
     loss = LOSSES[cell.loss](budget.epsilon)
-    if cell.family in PEERS and cell.loss in MARGIN_LOSSES:
+    if cell.family in PEERS and cell.loss in ("lmt", "gloro", "emma", "la"):
         loss["lipschitz"] = (
             1.0  # what their layers are held at; the certificate rests on the proved bound
         )

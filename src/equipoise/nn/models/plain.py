@@ -45,10 +45,6 @@ class Normalise(nn.Module):
         """The normalised images."""
         return (x - self.mean) / self.std
 
-    def extra_repr(self) -> str:
-        """The constants."""
-        return f"mean={self.mean.flatten().tolist()}, std={self.std.flatten().tolist()}"
-
 
 def normalising(mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
     """`[Normalise(mean, std)]`, or nothing where neither is given.

@@ -8,7 +8,6 @@ do not enlarge distances. A transposed layer is the adjoint of such a thing: the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from equipoise.nn.parametrize import (
 Size = tuple[int, int]
 
 
-@dataclass(frozen=True)
 class Frame:
     """The steps before and after a square operator on `channels` channels per group, with `taps` taps around the centre.
 
@@ -36,42 +34,20 @@ class Frame:
     (or one more) at that coarse distance, and the fine ones are its channels.
     """
 
-    plain: Geometry
-    taps: Size
-    embed: bool
-
-    @property
-    def stride(self) -> Size:
-        """Block of the space-to-depth step."""
-        return self.plain.stride[0], self.plain.stride[1]
-
-    @property
-    def dilation(self) -> Size:
-        """Distance of the operator's taps, in coarse pixels."""
-        (s, t), (d, e) = self.stride, self.plain.dilation
-        return d // math.gcd(s, d), e // math.gcd(t, e)
-
-    @property
-    def groups(self) -> int:
-        """Number of independent operators side by side."""
-        return self.plain.groups
-
-    @property
-    def ins(self) -> int:
-        """Channels per group that enter the operator."""
-        return self.plain.shape[1] * self.stride[0] * self.stride[1]
-
-    @property
-    def out(self) -> int:
-        """Channels per group that leave it."""
-        return self.plain.shape[0] // self.groups
-
-    @property
-    def centre(self) -> Size:
-        """Position of the tap at distance zero."""
-        return self.dilation[0] * (self.taps[0] - 1) // 2, self.dilation[1] * (
-            self.taps[1] - 1
-        ) // 2
+    def __init__(self, plain: Geometry, taps: Size, embed: bool) -> None:
+        self.plain = plain
+        self.taps = taps
+        self.embed = embed
+        (s, t), (d, e) = plain.stride, plain.dilation
+        self.stride = s, t
+        #: distance of the operator's taps, in coarse pixels
+        self.dilation = d // math.gcd(s, d), e // math.gcd(t, e)
+        #: position of the tap at distance zero
+        self.centre = self.dilation[0] * (taps[0] - 1) // 2, self.dilation[1] * (taps[1] - 1) // 2
+        self.groups = plain.groups
+        #: channels per group that enter the operator, and that leave it
+        self.ins = plain.shape[1] * s * t
+        self.out = plain.shape[0] // plain.groups
 
     def zeros(self, axis: int) -> Size:
         """Zeros put around the image along an axis: all of the padding where the operator is a circle, else what it lacks."""
@@ -143,24 +119,16 @@ class Frame:
         return sizes
 
 
-@dataclass(frozen=True)
 class Adjoint(Frame):
     """The adjoint of a frame, for `nn.ConvTranspose2d`: `enter` puts pixels where `leave` took them, `leave` undoes `enter`.
 
     `plain` is the geometry of the convolution that the layer is the adjoint of; `extra` is `output_padding`.
     """
 
-    extra: Size = (0, 0)
-
-    @property
-    def ins(self) -> int:
-        """Channels per group that enter the operator."""
-        return self.plain.shape[0] // self.groups
-
-    @property
-    def out(self) -> int:
-        """Channels per group that leave it."""
-        return self.plain.shape[1] * self.stride[0] * self.stride[1]
+    def __init__(self, plain: Geometry, taps: Size, embed: bool, extra: Size) -> None:
+        super().__init__(plain, taps, embed)
+        self.ins, self.out = self.out, self.ins
+        self.extra = extra
 
     def outputs(self, size: Size) -> Size:
         """Size of the image that `nn.ConvTranspose2d` returns for an input of `size`."""

@@ -74,13 +74,10 @@ def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
         coefficients: of p, lowest degree first.
         theta: end of the interval.
     """
-    even = [c * (-1) ** (m // 2) if m % 2 == 0 else 0.0 for m, c in enumerate(coefficients)]
-    odd = [c * (-1) ** (m // 2) if m % 2 == 1 else 0.0 for m, c in enumerate(coefficients)]
-    g = np.convolve(even, even) + np.convolve(odd, odd)
+    parts = np.array(coefficients) * np.array([1, 1j, -1, -1j])[np.arange(len(coefficients)) % 4]
+    g = np.convolve(parts.real, parts.real) + np.convolve(parts.imag, parts.imag)
     points = np.linspace(0.0, theta, 40_001)
-    second = (
-        float(polynomial.polyval(theta, np.abs(polynomial.polyder(g, 2)))) if len(g) > 2 else 0.0
-    )
+    second = float(polynomial.polyval(theta, np.abs(polynomial.polyder(g, 2))))
     rounding = 1e-14 * float(polynomial.polyval(theta, np.abs(g))) * len(g)
     largest = (
         float(polynomial.polyval(points, g).max()) + second * (theta / 40_000) ** 2 / 8 + rounding

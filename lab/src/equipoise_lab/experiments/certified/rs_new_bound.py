@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from equipoise.smoothing import SimplexMap, margin_radius, radius_multi_lipschitz
-from equipoise.smoothing.radii import optimal_sigma
 from equipoise_lab.experiments.experiment import (
     Context,
     Label,
@@ -22,7 +21,7 @@ from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import Mean, gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
 from equipoise_lab.experiments.shared.training import merged
-from equipoise_lab.weierstrass import radius_weak_global
+from equipoise_lab.weierstrass import optimal_sigma, radius_weak_global
 
 LIPSCHITZ, MASS = 5.0, 3.0
 PUBLISHED_EPSILONS = (0.14, 0.19, 0.25, 0.28, 0.42, 0.5)
@@ -97,7 +96,7 @@ def radii(
     found = smoothed.certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
     r, correct = settings.mass, found.selected == labels
     low, up = r * found.p_lower, r * found.p_upper
-    component = chosen.constant(second.shape[-1]) * LIPSCHITZ
+    component = chosen.component_lipschitz(LIPSCHITZ, second.shape[-1]) * chosen.mass
     every = {
         METHODS[1]: radius_weak_global(low, up, sigma, mass=r),
         METHODS[2]: radius_weak_global(low, up, sigma, LIPSCHITZ, mass=r),

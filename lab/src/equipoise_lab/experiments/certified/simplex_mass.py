@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.radii import optimal_sigma
 from equipoise_lab.experiments.certified.rs_new_bound import (
     LAPTOP_NETWORK,
     LIPSCHITZ,
@@ -17,7 +16,7 @@ from equipoise_lab.experiments.certified.rs_new_bound import (
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
-from equipoise_lab.weierstrass import radius_weak
+from equipoise_lab.weierstrass import optimal_sigma, radius_weak
 
 USUAL = "r = 1"
 
@@ -43,7 +42,7 @@ def radii(
     for r in settings.masses:
         chosen = SimplexMap("sparsemax", 1.0, r)
         found = smoothed.certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
-        constant = chosen.constant(second.shape[-1]) * LIPSCHITZ
+        constant = chosen.component_lipschitz(LIPSCHITZ, second.shape[-1]) * chosen.mass
         radius = radius_weak(r * found.p_lower, r * found.p_upper, sigma, constant, mass=r)
         result[f"r = {r:g}"] = smoothed.Rated(radius, (found.selected == labels) & (radius > 0))
     return result

@@ -8,10 +8,14 @@ import numpy as np
 import torch
 from scipy import stats
 
-from equipoise.smoothing.radii import component_bound
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
-from equipoise_lab.weierstrass import Probit, lipschitz_local_bound, range_bound
+from equipoise_lab.weierstrass import (
+    Probit,
+    component_bound,
+    lipschitz_local_bound,
+    range_bound,
+)
 
 
 @dataclass(frozen=True)
