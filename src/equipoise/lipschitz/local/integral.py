@@ -245,14 +245,15 @@ def relaxed_radius(case: Case, low: float, rtol: float = 1e-2) -> float:
         rtol: relative distance of a radius that was not proved at which to stop.
     """
     start = low
-    while case.failed - low > rtol * low and time.process_time() < case.deadline:
+    while case.failed - low > rtol * low and low < 1e30 and time.process_time() < case.deadline:
         tried = 2 * max(low, 1e-12)
         if case.failed < math.inf:
             # margins fall ever faster with the radius: where a straight line says 0, they are positive
             line = case.failed / (1 - float(case.shares(case.failed).min()))
-            tried = max(line, (2 * low + case.failed) / 3)
+            third = (case.failed - low) / 3
+            tried = min(max(low + third, line), case.failed - third)
             hopeless = low == start and case.failed < 1.5 * low and line < low / 2
-            if hopeless or tried < 1e-30:
+            if hopeless or not tried > 1e-30:
                 break
         if case.holds(tried):
             low = tried
