@@ -256,6 +256,8 @@ def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
     readers = [node.curve for node in ball.network.activations.values() if node.source == k]
     hinges = all(isinstance(curve, Hinge) for curve in readers)
     wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
+    if not len(wanted):
+        return
     largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
         if time.process_time() > deadline:
