@@ -236,7 +236,7 @@ def integrate(case: Case, k: int, outer: float, rough: bool = False) -> float:
     return r
 
 
-def relaxed_radius(case: Case, low: float, rtol: float = 1e-2) -> float:
+def relaxed_radius(case: Case, low: float, rtol: float = 4e-3) -> float:
     """The largest radius found at which the relaxation alone proves every margin positive, or `low`.
 
     Args:

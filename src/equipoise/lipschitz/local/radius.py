@@ -21,7 +21,6 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.attack import as_function
 from equipoise.lipschitz.capture import as_batch, capture
-from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.branch import Attack, Branching
@@ -33,7 +32,7 @@ from equipoise.lipschitz.local.integral import (
     multipliers_prove,
     relaxed_radius,
 )
-from equipoise.lipschitz.local.measure import evaluate
+from equipoise.lipschitz.local.measure import evaluate, whole_bound
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -253,8 +252,7 @@ class Certifier:
             "l1": {"l2": 1.0, "linf": 1.0, "l1": 1.0},
         }[self.norm]
 
-        chain = chain_total(self.run)
-        whole = exp_up(min(self.run.fused, math.inf if chain is None else chain))
+        whole = exp_up(min(self.run.fused, whole_bound(self.run, self.cache)))
         both = inflate(math.sqrt(2) * whole * factors["l2"])
         self.constants["global"] = torch.full(
             (self.classes, self.classes), both, dtype=torch.float64
