@@ -265,9 +265,6 @@ def test_programs_that_fill_the_memory_are_refused_before_they_do(case):
         lipschitz_bound(opened(data).model)
 
 
-# ---- dynamic batch dimensions ------------------------------------------------------------------------------------------
-
-
 class Reshaping(nn.Module):
     def __init__(self):
         super().__init__()
@@ -325,9 +322,6 @@ SYMBOLS = {
 def test_expressions_are_never_evaluated(dynamic, case):
     x = torch.randn(3, 2, 3)
     refused_or_the_same(lambda: opened(edited(dynamic, SYMBOLS[case]), batch=3).module()(x), Reshaping()(x))
-
-
-# ---- checkpoint directories ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

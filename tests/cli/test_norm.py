@@ -115,9 +115,6 @@ def test_files_that_are_no_safetensors_are_one_sentence(equipoise, weights, tmp_
     assert "pickled" in equipoise("norm", pickled).err
 
 
-# ---- large files and folders ------------------------------------------------------------------------------------------
-
-
 def test_a_model_in_several_files(equipoise, tmp_path):
     save_file({"a.weight": torch.eye(3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b.weight": 2 * torch.eye(3)}, tmp_path / "model-00002-of-00002.safetensors")

@@ -17,9 +17,6 @@ def floats(shape=(4, 3, 5, 5), dtype=np.float32):
     return np.random.default_rng(0).random(shape).astype(dtype)
 
 
-# ---- digits -------------------------------------------------------------------------------------------------------
-
-
 def test_digits_are_scikit_learns_split_once():
     sklearn = pytest.importorskip("sklearn.datasets")
     train, test = load_dataset("digits", split="train"), load_dataset("digits#test")
@@ -34,9 +31,6 @@ def test_digits_are_scikit_learns_split_once():
         images = x[:, 0].double().numpy()  # sixteenths are exact
         found += [(int(label), image.tobytes()) for image, label in zip(images, y, strict=True)]
     assert sorted(found) == wanted
-
-
-# ---- values and layouts -------------------------------------------------------------------------------------------
 
 
 LAYOUTS = [
@@ -120,8 +114,6 @@ def test_it_is_a_map_style_dataset_of_torch():
     assert again.fingerprint() == ds.fingerprint()
 
 
-# ---- names --------------------------------------------------------------------------------------------------------
-
 #: a name or more arguments of `load_dataset`, and what is said
 WRONG = [
     ({"spec": "nowhere.npz"}, "there is no 'nowhere.npz'"),
@@ -179,9 +171,6 @@ def test_map_style_datasets_that_make_no_sense_are_refused(name):
     data, said = MAPS[name]
     with pytest.raises(InputError, match=said):
         as_dataset(data, "items").fingerprint()
-
-
-# ---- dictionaries, no labels -----------------------------------------------------------------------
 
 
 def test_rows_may_be_dictionaries():

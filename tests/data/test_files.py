@@ -95,9 +95,6 @@ def test_a_missing_package_is_named(row, tmp_path, monkeypatch):
         load_dataset(spec).batch([0])
 
 
-# ---- files made to harm -------------------------------------------------------------------------------------------
-
-
 def npy(shape, dtype="|u1", body=b"", version=(1, 0)):
     head = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode() + b"\n"
     return b"\x93NUMPY" + bytes(version) + struct.pack("<H", len(head)) + head + body
@@ -108,9 +105,6 @@ def archive(path, **entries):
         for name, content in entries.items():
             file.writestr(f"{name}.npy", content)
     return path
-
-
-# ---- code ---------------------------------------------------------------------------------------------------------
 
 
 def _objects(bomb, *shape):
@@ -145,8 +139,6 @@ def test_no_code_in_a_file_runs(name, tmp_path):
             load_dataset(spec).fingerprint()
     assert not bomb.exists()
 
-
-# ---- sizes --------------------------------------------------------------------------------------------------------
 
 LABEL = npy((1,), body=b"\0")
 ARCHIVES = {
@@ -184,9 +176,6 @@ def test_a_zip_bomb_is_capped_before_it_is_unpacked(tmp_path):
     path.write_bytes(path.read_bytes().replace(struct.pack("<I", len(content)), struct.pack("<I", 1000)))
     with pytest.raises(InputError, match=r"cannot read a\.npz as \.npz"):
         load_dataset(path, max_bytes=10**7)
-
-
-# ---- pictures -----------------------------------------------------------------------------------------------------
 
 
 def explosive_png(width, height):
@@ -285,9 +274,6 @@ def test_what_never_ends_is_not_read(name, kind, tmp_path):
         os.mkfifo(tmp_path / name)
     with pytest.raises(InputError, match=r"not a regular file|expected .parquet files"):
         load_dataset(tmp_path)
-
-
-# ---- tables -------------------------------------------------------------------------------------------------------
 
 
 def write_table(path, columns):

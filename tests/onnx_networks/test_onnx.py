@@ -75,8 +75,6 @@ def run(data: bytes, x: np.ndarray) -> list[np.ndarray]:
     return list(session.run(None, {session.get_inputs()[0].name: x}))
 
 
-# ---- operators ---------------------------------------------------------------------------------------------------------
-
 UNARY = [
     "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Softplus", "Softsign", "HardSwish", "Floor", "Ceil", "Round", "Sign",
     "Identity", "Sin", "Cos", "Sinh", "Cosh", "Tan", "Atan", "Asinh", "Erf", "LeakyRelu", "Elu", "Selu", "HardSigmoid",
@@ -241,9 +239,6 @@ def test_what_exporters_write_is_read_and_bounded(name: str) -> None:
         assert float(torch.linalg.matrix_norm(jacobian, 2)) <= bound * (1 + 1e-9)
 
 
-# ---- networks ----------------------------------------------------------------------------------------------------------
-
-
 def deep() -> bytes:
     constants = {"w": numbers(8, 6), "b": numbers(8), "v": numbers(8, 3)}
     nodes = [
@@ -294,9 +289,6 @@ def test_files_of_the_competition_are_bounded_and_the_bound_holds(
         point = x.double() / max(1.0, float(x.norm())) * (ball or 1.0)
         jacobian = torch.func.jacrev(network.double())(point)
         assert float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2)) <= report.upper
-
-
-# ---- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def changed(change: Any) -> bytes:
@@ -394,9 +386,6 @@ def test_a_network_that_differs_from_onnxruntime_is_refused() -> None:
 def test_a_refused_operation_names_the_onnx_node() -> None:
     with pytest.raises(eq.Refused, match="the_Floor"):
         eq.lipschitz_bound(read_onnx(one("Floor", (1, 3))), torch.zeros(1, 3))
-
-
-# ---- weights in a file beside the network ------------------------------------------------------------------------------
 
 
 def stored_beside(folder: Path, **changes: str) -> Path:

@@ -159,9 +159,6 @@ def test_radii_of_two_norms_share_no_axis(folder, tmp_path):
     assert titles == ["perturbation ε (ℓ2)", "perturbation ε (ℓ∞)"]
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
-
-
 def run(*args):
     app = build((Command("report", "equipoise.cli.report", "report"),))
     return CliRunner().invoke(app, ["report", *map(str, args)], prog_name="equipoise")

@@ -91,9 +91,6 @@ def test_draws_of_cut_entries_follow_the_law():
         assert chi_square(counts, shares) > 1e-6
 
 
-# ---- what float noise certifies wrongly ------------------------------------------------------------------------------
-
-
 class Multiples(nn.Module):
     """Class 0 iff every coordinate is a whole multiple of 2^-24: real noise never is, float32 sums near 1 always."""
 
@@ -135,9 +132,6 @@ def test_the_grid_is_right_about_the_same_classifier(scale: float):
             assert smooth.predict(near, n=200).tolist() in ([answer], [-1])
     assert "floating point" not in found.about
     assert "total variation" in found.about
-
-
-# ---- in the classifier -----------------------------------------------------------------------------------------------
 
 
 class Mean(nn.Module):

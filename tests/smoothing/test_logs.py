@@ -48,16 +48,12 @@ def test_largest_radius_is_that_of_unanimous_votes():
         (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "radius"),
         (HEADER + "0\t1\t1\tnan\t1\tx\n", "radius"),
         (HEADER + "0\t1\t1\t0.5\t7\tx\n", "correct"),
+        (b"\xff\x00", "is not a text file"),
+        (None, "cannot read"),
     ],
 )
 def test_malformed_logs_are_named(tmp_path, text, message):
-    (tmp_path / "log").write_text(text)
+    if text is not None:
+        (tmp_path / "log").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError, match=message):
         read_log(tmp_path / "log")
-
-
-def test_a_log_that_is_no_text_or_not_there_is_named(tmp_path):
-    (tmp_path / "log").write_bytes(b"\xff\x00")
-    for name, message in (("log", "is not a text file"), ("none", "cannot read")):
-        with pytest.raises(InputError, match=message):
-            read_log(tmp_path / name)

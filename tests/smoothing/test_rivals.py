@@ -39,9 +39,6 @@ def truth(p: np.ndarray) -> np.ndarray:
     return np.array([float(radius_multi(p[k], np.delete(p, k).max(), SIGMA)) for k in range(len(p))])
 
 
-# ---- small cases, every outcome --------------------------------------------------------------------------------------
-
-
 def outcomes(n: int) -> np.ndarray:
     return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)])
 
@@ -75,8 +72,6 @@ def test_the_risk_of_small_cases_is_at_most_alpha_by_enumeration(n0: int, n: int
 def test_the_enumeration_catches_the_shortcut():
     assert exact_risk(shortcut, 1, 14, 0.5) > 0.5
 
-
-# ---- many repetitions of adversarial laws ----------------------------------------------------------------------------
 
 LAWS = {
     "two equal rivals": (0.5, 0.25, 0.25),
@@ -119,9 +114,6 @@ def test_the_same_check_catches_the_shortcut():
     assert too_many(wrong_share(shortcut, LAWS["one hidden rival"], 8, 120, 0.05, 10_000, 1), 10_000, 0.05)
 
 
-# ---- never below the better of the others ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("c", "p1", "share", "n"), [
     (1000, 0.3, 0.1, 1000), (1000, 0.5, 0.5, 1000), (100, 0.9, 0.1, 1000), (10, 0.9, 0.5, 1000), (10, 0.7, 1.0, 1000),
     (10, 0.999, 1.0, 10_000), (3, 0.6, 1.0, 10_000), (3, 0.99, 0.2, 1000), (10, 0.99, 0.1, 100_000),
@@ -138,9 +130,6 @@ def test_never_below_the_better_of_the_others_by_more_than_planning_noise(c, p1,
     assert mean["rivals"] >= 0.994 * max(mean.values())
     if c == 1000:
         assert mean["rivals"] >= 1.15 * mean["cpm"]
-
-
-# ---- adaptive --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [(0.5, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.6, 0.4, 0.0), (0.3, 0.1, *[0.06] * 10)])
