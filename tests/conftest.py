@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import pathlib
+import sys
 import types
 
 import pytest
@@ -47,6 +48,26 @@ def data_dir() -> pathlib.Path:
     return folder
 
 
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`install(module, code, group, entries)`: what pip would leave of a package with one module and entry points."""
+    installed = []
+
+    def make(module, code, group, entries):
+        folder = tmp_path / "site" / f"{module}-1.0.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / f"{module}.py").write_text(code)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        lines = [f"{name} = {module}:{target}\n" for name, target in entries.items()]
+        (folder / "entry_points.txt").write_text(f"[equipoise.{group}]\n" + "".join(lines))
+        monkeypatch.syspath_prepend(str(folder.parent))
+        installed.append(module)
+
+    yield make
+    for module in installed:
+        sys.modules.pop(module, None)
+
+
 class Ran:
     """Result of a command: exit code, stdout, stderr."""
 
@@ -71,6 +92,18 @@ def equipoise():
         return Ran(CliRunner().invoke(whole, [str(arg) for arg in args], prog_name="equipoise"))
 
     return run
+
+
+@pytest.fixture
+def as_if_large(monkeypatch: pytest.MonkeyPatch):
+    """Small convolutions are bounded as large ones are: by their symbol, on its grid or, with `grid=False`, everywhere."""
+
+    def switch(grid: bool = True) -> None:
+        monkeypatch.setattr("equipoise.norms.convolution.DENSE_ENTRIES", 0)
+        if not grid:
+            monkeypatch.setattr("equipoise.norms.convolution.GRID_POINTS", (0, 0))
+
+    return switch
 
 
 @pytest.fixture(autouse=True)

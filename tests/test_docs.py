@@ -1,10 +1,11 @@
-"""Every Python block of the README and the documentation runs, page by page, in order, in one namespace per page.
+"""Every Python block of the README and the documentation and every cell of the notebooks runs, in one namespace per page.
 
 A block is left out only with a reason, in an HTML comment right before it: `<!-- not run: reason -->`.
 """
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.medium
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(
     r"(?P<skip><!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\n)?"
     r"^(?P<indent>[ \t]*)```(?:python|py)\b[^\n]*\n(?P<code>.*?)^[ \t]*```",
@@ -39,12 +41,19 @@ def blocks(text):
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def cells(path):
+    """(cell number, code) of a notebook, which is stored without outputs."""
+    found = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in found)
+    return [(number, "".join(cell["source"])) for number, cell in enumerate(found, 1)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a page may write files, but not into the repository
     torch.manual_seed(0)
     namespace = {"__name__": "__main__"}
-    for line, code in blocks(page.read_text(encoding="utf-8")):
+    for line, code in cells(page) if page in NOTEBOOKS else blocks(page.read_text(encoding="utf-8")):
         padded = "\n" * (line - 1) + code  # so that a traceback names the line of the page
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(padded, str(page.relative_to(ROOT)), "exec"), namespace)
@@ -53,6 +62,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
 def test_blocks_are_found_and_left_out_only_with_a_reason():
     text = "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny = 1\n```\n```console\n$ z\n```\n"
     assert blocks(text) == [(3, "x = 1\n")]
+    assert len(NOTEBOOKS) == 4
     apart = "<!-- not run: a reason -->\ntext\n<!-- another comment -->\n```python\nx = 1\n```\n"
     assert len(blocks(apart)) == 1  # the comment must stand right before the block
     with pytest.raises(AssertionError):

@@ -14,36 +14,26 @@ pytestmark = pytest.mark.medium
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
-#: file → (packages it needs, what its output must say)
-EXAMPLES = [
-    pytest.param("audit_your_model", (), "certificates broken by the attack: 0", id="audit_your_model"),
-    pytest.param("certified_resnet", (), "exported, certificate: 0.99", id="certified_resnet"),
-    pytest.param("onnx_controller", ("onnx", "matplotlib"), "disturbances are amplified at most", id="onnx_controller"),
-    pytest.param("wasserstein_critic", ("matplotlib",), "in truth 1.3000", id="wasserstein_critic"),
-    pytest.param("monotone_regressor", ("matplotlib",), "pairs that fall: 0 of 20000", id="monotone_regressor"),
-    pytest.param("invertible_block", ("matplotlib",), "the block is invertible", id="invertible_block"),
-    pytest.param("plug_and_play", ("matplotlib",), "mean square error: blurred", id="plug_and_play"),
-    pytest.param("sklearn_classifier", ("sklearn",), "certified at 0.25:", id="sklearn_classifier"),
-    pytest.param("torchmetrics_accuracy", ("torchmetrics",), "certified at 0.1: 94", id="torchmetrics_accuracy"),
-    pytest.param("lightning_training", ("lightning",), "proved constant: 1.0000", id="lightning_training"),
-    pytest.param("art_attack", ("art",), "certificates broken: 0", id="art_attack"),
-    pytest.param("tracked_run", ("mlflow",), "logged: {'average_radius'", id="tracked_run"),
-    pytest.param("foolbox_attack", ("foolbox",), "certificates broken: 0", id="foolbox_attack"),
-    pytest.param(
-        "activation_decay_trainer",
-        ("transformers", "accelerate"),
-        "σ = 0.2: evaluation loss",
-        id="activation_decay_trainer",
-        marks=pytest.mark.text,
-    ),
-    pytest.param(
-        "guarded_trainer",
-        ("transformers", "accelerate"),
-        "6 steps, norms at most",
-        id="guarded_trainer",
-        marks=pytest.mark.text,
-    ),
-]
+#: file → packages it needs, what its output must say
+EXAMPLES = {
+    "audit_your_model": ((), "certificates broken by the attack: 0"),
+    "certified_resnet": ((), "exported, certificate: 0.99"),
+    "onnx_controller": (("onnx", "matplotlib"), "disturbances are amplified at most"),
+    "wasserstein_critic": (("matplotlib",), "in truth 1.3000"),
+    "monotone_regressor": (("matplotlib",), "pairs that fall: 0 of 20000"),
+    "invertible_block": (("matplotlib",), "the block is invertible"),
+    "plug_and_play": (("matplotlib",), "mean square error: blurred"),
+    "sklearn_classifier": (("sklearn",), "certified at 0.25:"),
+    "torchmetrics_accuracy": (("torchmetrics",), "certified at 0.1: 94"),
+    "lightning_training": (("lightning",), "proved constant: 1.0000"),
+    "art_attack": (("art",), "certificates broken: 0"),
+    "tracked_run": (("mlflow",), "logged: {'average_radius'"),
+    "foolbox_attack": (("foolbox",), "certificates broken: 0"),
+    "activation_decay_trainer": (("transformers", "accelerate"), "σ = 0.2: evaluation loss"),
+    "guarded_trainer": (("transformers", "accelerate"), "6 steps, norms at most"),
+}
+AS_PROCESS, *IN_PROCESS = EXAMPLES
+TEXT = ("activation_decay_trainer", "guarded_trainer")
 
 
 #: loops of training that are cut short: what an example says does not depend on how well its network does
@@ -75,8 +65,9 @@ def start(name, folder, **environment):
     )
 
 
-@pytest.mark.parametrize(("name", "needs", "says"), EXAMPLES[1:])
-def test_example_runs(name, needs, says, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.text] * (n in TEXT)) for n in IN_PROCESS])
+def test_example_runs(name, tmp_path, monkeypatch, capsys):
+    needs, says = EXAMPLES[name]
     for package in needs:
         pytest.importorskip(package, reason=f"{package} is not installed")
     file = written(name, tmp_path)
@@ -96,10 +87,9 @@ def test_example_runs(name, needs, says, tmp_path, monkeypatch, capsys):
 
 
 def test_an_example_as_a_process(tmp_path):
-    name, _, says = EXAMPLES[0].values
-    done = start(name, tmp_path)
+    done = start(AS_PROCESS, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert says in done.stdout
+    assert EXAMPLES[AS_PROCESS][1] in done.stdout
     assert "Warning" not in done.stderr, done.stderr[-2000:]
 
 
@@ -120,7 +110,7 @@ def test_smoothing_without_ray_says_so_and_goes_on(tmp_path):
 def test_every_example_is_tested_and_short():
     files = sorted(FOLDER.glob("*.py"))
     with_ray = "smoothing_two_workers"  # on the cluster of tests/runs/test_ray.py, and without Ray above
-    assert [path.stem for path in files] == sorted([with_ray, *(case.values[0] for case in EXAMPLES)])
+    assert [path.stem for path in files] == sorted([with_ray, *EXAMPLES])
     for path in files:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(lines) < 90, f"{path.name} has {len(lines)} lines"

@@ -430,7 +430,7 @@ def test_half_precision_and_quantised_weights(folder):
             load_model("half.pt2")
 
 
-def test_own_models_are_registered_or_come_with_an_installed_package(tmp_path, monkeypatch):
+def test_own_models_are_registered_or_come_with_an_installed_package(tmp_path, install):
     """An entry point is loaded when a file names it, and not before."""
     model, folder = nn.Linear(3, 2).eval(), tmp_path / "own"
     with pytest.raises(EquipoiseError, match="no registered model"):
@@ -439,14 +439,8 @@ def test_own_models_are_registered_or_come_with_an_installed_package(tmp_path, m
     save_checkpoint(folder, model, "tests-linear", {"width": 3})
     assert torch.equal(load_checkpoint(folder)[0](torch.ones(1, 3)), model(torch.ones(1, 3)))
 
-    info = tmp_path / "site" / "other_models-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-models\nVersion: 1.0\n")
-    points = "other-linear = other_models:linear\nother-bad = other_models:gone\n"
-    (info / "entry_points.txt").write_text(f"[equipoise.models]\n{points}")
     source = f"from pathlib import Path\nfrom torch import nn\nPath('{CANARY}').touch()\ndef linear(): return nn.Linear(3, 2)\n"
-    (tmp_path / "site" / "other_models.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    install("other_models", source, "models", {"other-linear": "linear", "other-bad": "gone"})
     for name, words in (("other_models:linear", "no registered model"), ("other-bad", "failed with")):
         assert not Path(CANARY).exists()
         rewrite_config(folder, json.dumps({"factory": name}))

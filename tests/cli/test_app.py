@@ -51,18 +51,17 @@ def failing_command(kind: str):
     }[kind]
 
 
-def test_a_users_mistake_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr("equipoise.cli.demo.demo", failing_command)
-    app = build((Command("demo", "equipoise.cli.demo", "demo"), Command("norm", "equipoise.cli.norm", "norm")))
+def test_a_users_mistake_is_one_sentence_and_a_bug_keeps_its_traceback():
+    app = build((Command("fail", __name__, "failing_command"), Command("norm", "equipoise.cli.norm", "norm")))
     for kind, sentence in (
         ("input", "the weight is empty"),
         ("refused", "no bound"),
         ("large", "this does not fit into memory (DefaultCPUAllocator: can't allocate memory)"),
     ):
-        result = CliRunner().invoke(app, ["demo", kind])
+        result = CliRunner().invoke(app, ["fail", kind])
         assert result.exit_code == 2
         assert result.stderr.strip() == f"equipoise: {sentence}"
-    result = CliRunner().invoke(app, ["demo", "bug"])
+    result = CliRunner().invoke(app, ["fail", "bug"])
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)
 

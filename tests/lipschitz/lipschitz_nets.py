@@ -1,4 +1,4 @@
-"""Compact definitions of the networks an audit meets."""
+"""The networks of these tests: what an audit meets, one of each family of the docs, and random ones with weights that hurt."""
 
 # ruff: noqa: E501 - a table of networks, one to a line
 from __future__ import annotations
@@ -6,6 +6,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from equipoise import nn as own
+
+
+class Op(nn.Module):
+    """A function of the input as a module; where it uses modules, of them and the input."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleDict(modules)
+
+    def forward(self, x):
+        return self.function(self.parts, x) if self.parts else self.function(x)
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -41,84 +54,61 @@ class Block(nn.Module):
         return F.relu(x + y, inplace=True)
 
 
-class DenseBlock(nn.Module):
-    def __init__(self, i, growth=3):
-        super().__init__()
-        self.bn, self.conv = nn.BatchNorm2d(i), nn.Conv2d(i, growth, 3, padding=1)
-
-    def forward(self, x):
-        return torch.cat([x, self.conv(F.relu(self.bn(x)))], 1)
+def dense_block(i, growth=3):
+    bn, conv = nn.BatchNorm2d(i), nn.Conv2d(i, growth, 3, padding=1)
+    return Op(lambda m, x: torch.cat([x, m.conv(F.relu(m.bn(x)))], 1), bn=bn, conv=conv)
 
 
-class MixerBlock(nn.Module):
-    def __init__(self, tokens, width):
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(width, eps=0.1), nn.LayerNorm(width, eps=0.1)
-        self.t = nn.Sequential(nn.Linear(tokens, 6), nn.GELU(), nn.Linear(6, tokens))
-        self.c = nn.Sequential(nn.Linear(width, 6), nn.GELU(), nn.Linear(6, width))
-
-    def forward(self, x):
-        x = x + self.t(self.n1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.c(self.n2(x))
+def mlp(i, hidden, o):
+    return nn.Sequential(nn.Linear(i, hidden), nn.GELU(), nn.Linear(hidden, o))
 
 
-class Patches(nn.Module):
-    def __init__(self, width=6):
-        super().__init__()
-        self.conv = nn.Conv2d(3, width, 4, 4)
-
-    def forward(self, x):
-        return self.conv(x).flatten(2).transpose(1, 2)
+def _mixer(m, x):
+    x = x + m.tokens(m.n1(x).transpose(1, 2)).transpose(1, 2)
+    return x + m.channels(m.n2(x))
 
 
-class Pool(nn.Module):
-    def forward(self, x):
-        return x.mean(1)
+def _encoder(weights):
+    def run(m, x):
+        y = m.n1(x)
+        x = x + m.attention(y, y, y, need_weights=weights)[0]
+        return x + m.mlp(m.n2(x))
+
+    attention = nn.MultiheadAttention(6, 2, batch_first=True)
+    return Op(run, n1=nn.LayerNorm(6, eps=0.1), n2=nn.LayerNorm(6, eps=0.1), attention=attention, mlp=mlp(6, 8, 6))
 
 
-class SqueezeExcite(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(c, 2, 1), nn.Conv2d(2, c, 1)
-
-    def forward(self, x):
-        return x * torch.sigmoid(self.b(F.silu(self.a(F.adaptive_avg_pool2d(x, 1)))))
+def mixer_block():
+    return Op(
+        _mixer, n1=nn.LayerNorm(6, eps=0.1), n2=nn.LayerNorm(6, eps=0.1), tokens=mlp(4, 6, 4), channels=mlp(6, 6, 6)
+    )
 
 
-class Inverted(nn.Module):
-    def __init__(self, c=4, wide=8):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(c, wide, 1), nn.BatchNorm2d(wide), nn.SiLU(),
-            nn.Conv2d(wide, wide, 3, padding=1, groups=wide), nn.BatchNorm2d(wide), nn.SiLU(),
-            SqueezeExcite(wide), nn.Conv2d(wide, c, 1), nn.BatchNorm2d(c),
-        )  # fmt: skip
-
-    def forward(self, x):
-        return x + self.body(x)
+def on_patches(*blocks):
+    """Tokens of an image, blocks, and the mean of the tokens."""
+    patches = Op(lambda m, x: m.conv(x).flatten(2).transpose(1, 2), conv=nn.Conv2d(3, 6, 4, 4))
+    return nn.Sequential(patches, *blocks, Op(lambda x: x.mean(1)), nn.Linear(6, 3))
 
 
-class Encoder(nn.Module):
-    def __init__(self, width=6, weights=False):
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(width, eps=0.1), nn.LayerNorm(width, eps=0.1)
-        self.attention, self.weights = nn.MultiheadAttention(width, 2, batch_first=True), weights
-        self.mlp = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
+def squeeze_excite(c):
+    def run(m, x):
+        return x * torch.sigmoid(m.b(F.silu(m.a(F.adaptive_avg_pool2d(x, 1)))))
 
-    def forward(self, x):
-        y = self.n1(x)
-        x = x + self.attention(y, y, y, need_weights=self.weights)[0]
-        return x + self.mlp(self.n2(x))
+    return Op(run, a=nn.Conv2d(c, 2, 1), b=nn.Conv2d(2, c, 1))
 
 
-class RepVGG(nn.Module):
-    def __init__(self, c=3):
-        super().__init__()
-        self.a, self.b = nn.Conv2d(c, c, 3, padding=1, bias=False), nn.Conv2d(c, c, 1, bias=False)
-        self.bn = nn.BatchNorm2d(c)
+def inverted(c=4, wide=8):
+    body = nn.Sequential(
+        nn.Conv2d(c, wide, 1), nn.BatchNorm2d(wide), nn.SiLU(),
+        nn.Conv2d(wide, wide, 3, padding=1, groups=wide), nn.BatchNorm2d(wide), nn.SiLU(),
+        squeeze_excite(wide), nn.Conv2d(wide, c, 1), nn.BatchNorm2d(c),
+    )  # fmt: skip
+    return Op(lambda m, x: x + m.body(x), body=body)
 
-    def forward(self, x):
-        return F.relu(self.a(x) + self.b(x) + self.bn(x))
+
+def rep_vgg(c=3):
+    a, b = nn.Conv2d(c, c, 3, padding=1, bias=False), nn.Conv2d(c, c, 1, bias=False)
+    return Op(lambda m, x: F.relu(m.a(x) + m.b(x) + m.bn(x)), a=a, b=b, bn=nn.BatchNorm2d(c))
 
 
 class Normalised(nn.Module):
@@ -134,27 +124,10 @@ class Normalised(nn.Module):
         return self.net((x - self.mean) / self.std)
 
 
-class Op(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Twice(nn.Module):
+def _twice(m, x):
     """One module called twice, and a tuple as output."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        y = torch.tanh(self.layer(x))
-        return y, {"again": F.gelu(self.layer(y))}
+    y = torch.tanh(m.layer(x))
+    return y, {"again": F.gelu(m.layer(y))}
 
 
 def hooked():
@@ -179,19 +152,175 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...], float | None]]:
         "resnet identity": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), Block(4, 4), Block(4, 4), head(4)), image, None),
         "resnet projection": (nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3), nn.MaxPool2d(3, 2, 1), Block(4, 6, 2, "projection"), head(6)), (3, 16, 16), None),
         "resnet option A": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), Block(4, 8, 2, "A"), head(8)), image, None),
-        "densenet": (nn.Sequential(DenseBlock(3), DenseBlock(6), nn.Conv2d(9, 4, 1), nn.AvgPool2d(2), head(4)), image, None),
-        "mixer": (nn.Sequential(Patches(), MixerBlock(4, 6), Pool(), nn.Linear(6, 3)), image, None),
-        "efficientnet": (nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.SiLU(), Inverted(), head(4)), image, 2.0),
-        "vit": (nn.Sequential(Patches(), Encoder(), Pool(), nn.Linear(6, 3)), image, 2.0),
-        "vit weights": (nn.Sequential(Patches(), Encoder(weights=True), Pool(), nn.Linear(6, 3)), image, None),
-        "repvgg": (nn.Sequential(RepVGG(), RepVGG(), head(3)), image, None),
+        "densenet": (nn.Sequential(dense_block(3), dense_block(6), nn.Conv2d(9, 4, 1), nn.AvgPool2d(2), head(4)), image, None),
+        "mixer": (on_patches(mixer_block()), image, None),
+        "efficientnet": (nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.SiLU(), inverted(), head(4)), image, 2.0),
+        "vit": (on_patches(_encoder(False)), image, 2.0),
+        "vit weights": (on_patches(_encoder(True)), image, None),
+        "repvgg": (nn.Sequential(rep_vgg(), rep_vgg(), head(3)), image, None),
         "normalised": (Normalised(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), head(4))), image, None),
         "reflect": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU(), head(4)), image, None),
         "bottleneck linear": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), head(4)), image, None),
         "hook": (hooked(), (6,), None),
         "parametrised": (nn.Sequential(spectral(nn.Linear(6, 8)), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))), (6,), None),
-        "shared, tuple": (Twice(), (6,), None),
+        "shared, tuple": (Op(_twice, layer=nn.Linear(6, 6)), (6,), None),
         "autoencoder": (nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Sigmoid()), image, None),
     }  # fmt: skip
     table["cnn"][0](torch.zeros(1, *image))
     return {name: (randomise(net, i), shape, ball) for i, (name, (net, shape, ball)) in enumerate(table.items())}
+
+
+def _u_net(m, x):
+    low = F.max_pool2d(m.a(x), 2)
+    return m.b(torch.cat([F.interpolate(F.relu(low), scale_factor=2), x], 1))
+
+
+def _attention(norm):
+    def run(m, x):
+        y = norm(x)
+        return F.scaled_dot_product_attention(m.q(y), m.k(y), m.v(y))
+
+    return run
+
+
+def _attends():
+    return {name: nn.Linear(4, 4) for name in "qkv"}
+
+
+def _rms(x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2)
+
+
+def _operator(x):
+    z = torch.fft.rfft(x)
+    return torch.fft.irfft(z * torch.tensor([1.0, 0.5, 0.25, 0.0]), n=6) + x
+
+
+def _coupling(m, x):
+    a, b = x.chunk(2, 1)
+    return torch.cat([a, b * torch.exp(torch.tanh(m.s(a)))], 1)
+
+
+def _mixture(m, x):
+    weights = torch.softmax(m.g(x), -1)
+    return weights[:, :1] * m.a(x) + weights[:, 1:] * m.b(x)
+
+
+ADJACENCY = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.5, 0.25], [0.0, 0.5, 0.5]])
+IMAGE = (2, 8, 8)
+torch.manual_seed(0)
+# family: (network, shape of a sample, ball it needs or None)
+BOUNDED = {
+    "dense networks": (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), (4,), None),
+    "convolutional networks": (
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(48, 3)), IMAGE, None),
+    "residual networks": (Block(2, 2), IMAGE, None),
+    "autoencoders": (nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.ELU(), nn.ConvTranspose2d(3, 2, 4, 2, 1)), IMAGE, None),
+    "U-Nets": (Op(_u_net, a=nn.Conv2d(2, 2, 3, padding=1), b=nn.Conv2d(4, 1, 3, padding=1)), IMAGE, None),
+    "1-Lipschitz layers": (nn.Sequential(own.AOLLinear(4, 4), own.GroupSort(2), own.BjorckLinear(4, 3)), (4,), None),
+    "activations written out": (
+        nn.Sequential(nn.Linear(4, 5), Op(lambda x: x * torch.sigmoid(x)), nn.Linear(5, 3)), (4,), None),
+    "MaxMin written by hand": (
+        Op(lambda x: torch.cat([torch.max(*x.chunk(2, 1)), torch.min(*x.chunk(2, 1))], 1)), (6,), None),
+    "sets and point clouds": (Op(lambda m, x: F.relu(m.a(x)).amax(1), a=nn.Linear(3, 4)), (5, 3), None),
+    "graph convolutions": (Op(lambda m, x: F.relu(ADJACENCY @ m.a(x)), a=nn.Linear(4, 4)), (3, 4), None),
+    "RNNs": (Op(lambda m, x: m.r(x)[0], r=nn.RNN(2, 3, batch_first=True)), (3, 2), None),
+    "LSTMs": (Op(lambda m, x: m.r(x)[0], r=nn.LSTM(2, 2, batch_first=True)), (2, 2), None),
+    "GRUs": (Op(lambda m, x: m.r(x)[0], r=nn.GRU(2, 2, batch_first=True)), (2, 2), None),
+    "Fourier operators": (Op(_operator), (6,), None),
+    "attention after a layer norm": (
+        Op(_attention(lambda x: F.layer_norm(x, (4,), eps=1e-2)), **_attends()), (3, 4), None),
+    "attention after an RMS norm": (Op(_attention(_rms), **_attends()), (3, 4), None),
+    "attention on raw inputs": (Op(_attention(lambda x: x), **_attends()), (3, 4), 1.0),
+    "L2 attention": (own.L2Attention(4, 2, 3), (3, 4), None),
+    "attention from a convex potential": (own.ConvexAttention(4, heads=2), (3, 4), None),
+    "normalized embeddings": (Op(lambda m, x: F.normalize(m.a(x), eps=0.1), a=nn.Linear(4, 4)), (4,), None),
+    "squeeze and excitation": (squeeze_excite(2), IMAGE, 1.0),
+    "gated units": (Op(lambda m, x: F.glu(m.a(x), -1), a=nn.Linear(4, 6)), (4,), 1.0),
+    "mixtures of experts, soft": (Op(_mixture, g=nn.Linear(4, 2), a=nn.Linear(4, 3), b=nn.Linear(4, 3)), (4,), 1.0),
+    "coupling flows": (Op(_coupling, s=nn.Linear(2, 2)), (4,), 1.0),
+}  # fmt: skip
+# family: (network, example, words of the refusal)
+REFUSED = {
+    "tokens": (nn.Embedding(5, 3), torch.zeros(1, 4, dtype=torch.int64), "real-valued"),
+    "quantized networks": (Op(lambda x: torch.round(x * 8) / 8), torch.zeros(1, 4), "discontinuous"),
+    "hard attention": (Op(lambda x: x.argmax(1).to(x.dtype)), torch.zeros(1, 4), "narrow|jumps|no Lipschitz rule"),
+    "branches on the data": (Op(lambda x: x if x.sum() > 0 else 2 * x), torch.zeros(1, 4), "depends on the data"),
+    "training mode": (nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train(), torch.zeros(1, 4), "training mode"),
+    "random layers": (Op(lambda x: x + torch.randn(4)), torch.zeros(1, 4), "random"),
+    "half precision": (Op(lambda x: x.half().float()), torch.zeros(1, 4), "narrow"),
+    "division by a norm without ε": (Op(lambda x: x / x.norm(dim=1, keepdim=True)), torch.zeros(1, 4), "near 0"),
+    "samples that mix": (Op(lambda x: x - x.mean(0)), torch.zeros(2, 4), "other samples"),
+}
+
+
+ACTIVATIONS = {
+    "relu": nn.ReLU, "leaky": lambda: nn.LeakyReLU(0.2), "steep leaky": lambda: nn.LeakyReLU(1.5), "prelu": nn.PReLU,
+    "elu": nn.ELU, "selu": nn.SELU, "celu": lambda: nn.CELU(0.7), "gelu": nn.GELU, "gelu tanh": lambda: nn.GELU("tanh"),
+    "silu": nn.SiLU, "mish": nn.Mish, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "softplus": lambda: nn.Softplus(2.0),
+    "softsign": nn.Softsign, "logsigmoid": nn.LogSigmoid, "hardtanh": nn.Hardtanh, "relu6": nn.ReLU6,
+    "hardswish": nn.Hardswish, "hardsigmoid": nn.Hardsigmoid, "softshrink": nn.Softshrink,
+    "abs": lambda: Op(torch.abs),
+}  # fmt: skip
+
+
+def picture(act, pool):
+    """A small residual convolutional network with batch norm, and max or average pooling."""
+
+    def run(m, x):
+        x = m.act(m.norm(m.first(x)))
+        return m.last(m.pool(x + F.relu(m.inner(x))).flatten(1))
+
+    first, inner = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+    last = nn.Linear(2 * 4, 3)
+    return randomise(Op(run, first=first, norm=nn.BatchNorm2d(2), act=act, inner=inner, pool=pool, last=last))
+
+
+def residual(width, act):
+    return Op(lambda m, x: x + m.b(m.act(m.a(x))), a=nn.Linear(width, width), act=act, b=nn.Linear(width, width))
+
+
+def concatenated(width, act):
+    run = lambda m, x: m.b(torch.cat([x, m.act(m.a(x))], 1))  # noqa: E731
+    return Op(run, a=nn.Linear(width, 3), b=nn.Linear(width + 3, width), act=act)
+
+
+#: weights chosen to hurt: what each does to a dense layer
+HARM = {
+    "plain": lambda layer: None,
+    "large": lambda layer: layer.weight.data.mul_(1e8),
+    "small": lambda layer: layer.weight.data.mul_(1e-8),
+    "twins": lambda layer: layer.weight.data.copy_(layer.weight.data[:1].expand_as(layer.weight)),
+    "zero": lambda layer: layer.weight.data.zero_(),
+    "dead": lambda layer: layer.bias.data.fill_(-100.0),
+    "at the kink": lambda layer: layer.bias.data.zero_(),
+}
+
+
+def random_network(seed):
+    """A network with its input shape; every seed another shape, activation, architecture and precision."""
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda n: int(torch.randint(n, (1,), generator=g))  # noqa: E731
+    torch.manual_seed(seed)
+    names = list(ACTIVATIONS)
+    act = lambda: ACTIVATIONS[names[pick(len(names))] if pick(2) else "relu"]()  # noqa: E731
+    kind = pick(5)
+    if kind == 0:
+        pools = (nn.MaxPool2d(2), nn.AvgPool2d(2), nn.MaxPool2d(3, 2, 1))
+        net, shape = picture(act(), pools[pick(3)]), (1, 4, 4)
+    else:
+        width, depth = 3 + pick(10), 1 + pick(4)
+        layers = [nn.Linear(4, width), act()]
+        for _ in range(depth):
+            layers += [
+                nn.Sequential(nn.Linear(width, width), act()),
+                residual(width, act()),
+                concatenated(width, act()),
+            ][pick(3) if kind > 2 else 0 : 3][:1]
+        net, shape = nn.Sequential(*layers, nn.Linear(width, 3)), (4,)
+        harm = HARM[list(HARM)[pick(len(HARM))] if pick(2) else "plain"]
+        dense = [m for m in net.modules() if isinstance(m, nn.Linear)]
+        harm(dense[pick(len(dense))])
+    if pick(2):
+        net = net.double()
+    return net.eval().requires_grad_(False), shape

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lipschitz_attacks import attack
+from lipschitz_nets import Op
 from torch import Tensor, nn
 
 from equipoise.core import Bound, InputError, Kind, Refused
@@ -127,51 +128,25 @@ class Wraps(nn.Module):
         return Bound(2.0 * size.item() * 1.0000001, Kind.UPPER, "by hand")
 
 
-class Twice(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return self.block(self.block(x))
-
-
 class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x, y):
-        return self.layer(x) + 5 * y
+        return x + 5 * y
 
     def lipschitz_upper(self, input_shape):
         return Bound(1.0, Kind.UPPER)
 
 
-class CallsTwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = TwoInputs()
-
-    def forward(self, x):
-        return self.block(x, x.relu())
-
-
-def _ten_times(module, args, output):
-    return 10 * output
-
-
-def _hooked(block, part):
-    part(block).register_forward_hook(_ten_times)
+def _hooked(block, child=""):
+    block.get_submodule(child).register_forward_hook(lambda module, args, output: 10 * output)
     return block
 
 
 #: blocks of which the method no longer speaks the truth
 TAMPERED = {
-    "hook": lambda: _hooked(Claims(), lambda block: block),
-    "hook of a child": lambda: _hooked(Wraps(), lambda block: block.inner),
+    "hook": lambda: _hooked(Claims()),
+    "hook of a child": lambda: _hooked(Wraps(), "inner"),
     "another forward": Ten,
-    "two inputs": CallsTwoInputs,
+    "two inputs": lambda: Op(lambda m, x: m.block(x, x.relu()), block=TwoInputs()),
 }
 
 
@@ -204,9 +179,9 @@ def test_a_block_is_one_row_with_its_own_bound():
 
 
 def test_a_block_called_twice_counts_twice():
-    net = Twice(Wraps()).eval()
+    net = Op(lambda m, x: m.block(m.block(x)), block=Wraps()).eval()
     report = lipschitz_bound(net, torch.zeros(1, WIDTH))
-    assert report.product == pytest.approx(float(net.block.lipschitz_upper((WIDTH,))) ** 2)
+    assert report.product == pytest.approx(float(net.parts.block.lipschitz_upper((WIDTH,))) ** 2)
     assert attack(net, (WIDTH,)) <= report.upper * (1 + 1e-7)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BOUNDED, REFUSED
+from lipschitz_nets import BOUNDED, REFUSED
 
 from equipoise.core import EquipoiseError, Refused
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lipschitz_attacks import stacked
 from lipschitz_nets import Op, networks
 from torch import nn
 
+from cases import OPERATORS, Operator
 from equipoise.core import InputError, Refused
 from equipoise.lipschitz import induced_bound, induced_norm
-
-LAYERS = {
-    "linear": (nn.Linear(5, 3), (5,)),
-    "conv": (nn.Conv2d(2, 3, 3, padding=1), (2, 5, 5)),
-    "strided": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 5, 6)),
-    "larger than the image": (nn.Conv2d(2, 2, 5, padding=2), (2, 2, 2)),
-    "grouped, dilated": (nn.Conv1d(4, 4, 3, groups=2, dilation=2), (4, 9)),
-    "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4, 4)),
-    "reflect": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4)),
-    "circular": (nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2)),
-}
-
-
-def matrix(layer, shape):
-    basis = torch.eye(torch.Size(shape).numel(), dtype=torch.float64).reshape(-1, *shape)
-    with torch.no_grad():
-        layer = layer.double()
-        found = (layer(basis) - layer(torch.zeros(1, *shape, dtype=torch.float64))).flatten(1).mT
-        layer.float()
-    return found
+from equipoise.norms import operator_matrix
 
 
 @pytest.mark.parametrize("order", ["l1", "linf"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_against_their_matrix(name, order):
-    layer, shape = LAYERS[name]
-    truth = float(matrix(layer, shape).abs().sum(0 if order == "l1" else 1).max())
-    size = shape[1:] if len(shape) > 1 else None
+@pytest.mark.parametrize("operator", [nn.Linear(5, 3), *OPERATORS[::3]], ids=lambda o: getattr(o, "id", "linear"))
+def test_layers_against_their_matrix(operator, order):
+    layer, shape, size = operator, (5,), None
+    if isinstance(operator, Operator):
+        layer, shape, size = operator.layer, operator.input_shape, operator.size
+    truth = float(operator_matrix(layer, shape).abs().sum(0 if order == "l1" else 1).max())
     found = induced_norm(layer, order, input_size=size)
     assert found.lower <= truth * (1 + 1e-12) <= found.upper * (1 + 1e-9)
-    if name not in ("reflect", "circular"):
+    if getattr(layer, "padding_mode", "zeros") == "zeros":
         assert found.upper <= truth * (1 + 1e-9)
     assert float(induced_norm(layer, order).upper) >= truth * (1 - 1e-12)
 
@@ -83,14 +67,10 @@ def test_networks_against_their_jacobians(name, order):
     net, shape, _ = networks()[name]
     bound = float(induced_bound(net, torch.zeros(1, *shape), order))
     net = net.double()
-
-    def stacked(x):
-        leaves, _ = torch.utils._pytree.tree_flatten(net(x[None]))
-        return torch.cat([t.flatten() for t in leaves])
-
     torch.manual_seed(0)
     for scale in (0.1, 1.0, 5.0):
-        J = torch.autograd.functional.jacobian(stacked, scale * torch.randn(shape, dtype=torch.float64))
+        x = scale * torch.randn(shape, dtype=torch.float64)
+        J = torch.autograd.functional.jacobian(lambda v: stacked(net(v[None]))[0], x)
         rows = J.flatten(1).abs()
         assert float(rows.sum(0 if order == "l1" else 1).max()) <= bound * (1 + 1e-9)
 

@@ -1,13 +1,26 @@
-"""Branch and bound, and properties in VNN-LIB: every verdict is attacked or checked against dense samples."""
+"""Optimised slopes, branch and bound, and properties in VNN-LIB: every verdict is attacked or checked against dense samples."""
+
+import copy
+import math
 
 import pytest
 import torch
-from local_nets import Picture
+from lipschitz_nets import Op, picture
 from torch import nn
 
 import equipoise as eq
 from equipoise.core import InputError
+from equipoise.lipschitz.local import Certifier
+from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds
+from equipoise.lipschitz.local.slopes import optimise, relaxed_bounds, usual_slopes
 from equipoise.lipschitz.vnnlib import read_vnnlib, verify_property
+
+
+def _two_hinges(m, x):
+    """Two hinges read the same node, and rows meet there."""
+    z = m.first(x)
+    return m.last(torch.relu(z) + 0.5 * torch.relu(-z) + z)
+
 
 NETWORKS = {
     "relu": lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 3)),
@@ -16,16 +29,20 @@ NETWORKS = {
     "pooled": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(8, 3)
     ),
-    "picture": lambda: nn.Sequential(nn.Linear(6, 16), nn.Unflatten(1, (1, 4, 4)), Picture(nn.ReLU(), nn.AvgPool2d(2))),
+    "picture": lambda: nn.Sequential(nn.Linear(6, 16), nn.Unflatten(1, (1, 4, 4)), picture(nn.ReLU(), nn.AvgPool2d(2))),
+    "two hinges": lambda: Op(_two_hinges, first=nn.Linear(6, 8), last=nn.Linear(8, 3)),
 }  # fmt: skip
 ORDER = {"l2": 2, "linf": float("inf"), "l1": 1}
 
 
 def ball(x, radius, norm, count=20_000):
-    """Points of a ball, most of them near its surface."""
+    """Points of a ball, most of them near its surface, and in ℓ1 and ℓ∞ near its corners."""
     d = torch.randn(count, x.numel(), dtype=torch.float64)
     if norm == "linf":
         d = torch.where(torch.rand_like(d) < 0.7, d.sign(), 2 * torch.rand_like(d) - 1)
+    elif norm == "l1":
+        corner = nn.functional.one_hot(d.abs().argmax(1), x.numel()) * d
+        d = torch.where(torch.rand(count, 1) < 0.5, corner, d)
     d = d / d.norm(ORDER[norm], dim=1, keepdim=True) * torch.rand(count, 1, dtype=torch.float64).pow(0.1)
     return x.double().flatten() + radius * d
 
@@ -39,7 +56,7 @@ def verdicts(name, norm, seed, factors=(1.02, 1.3, 1.8)):
     for epsilon in (float(plain.radius) * factor for factor in factors):
         found = eq.certified_radius(model, x, norm=norm, epsilon=epsilon, complete=True, seconds=2)
         counts[found.verdicts[0]] += 1
-        doubled, label = nn.Sequential(*model).double(), int(found.labels)
+        doubled, label = copy.deepcopy(model).double(), int(found.labels)
         with torch.no_grad():
             if found.broken:
                 point = found.broken[0]
@@ -50,7 +67,6 @@ def verdicts(name, norm, seed, factors=(1.02, 1.3, 1.8)):
                 values = doubled(ball(x, epsilon, norm))
                 assert bool((values.argmax(1) == label).all()), (name, norm, seed)
             assert not (found.broken and float(found.radius) >= epsilon)
-        model.float()
     return counts
 
 
@@ -59,7 +75,7 @@ def verdicts(name, norm, seed, factors=(1.02, 1.3, 1.8)):
 @pytest.mark.parametrize("norm", ORDER)
 def test_verdicts_are_right(name, norm):
     counts = verdicts(name, norm, len(name))
-    assert counts["proved"] + counts["broken"] >= (1 if name in ("mixed", "picture") else 2)
+    assert counts["proved"] + counts["broken"] >= (1 if name in ("mixed", "picture", "two hinges") else 2)
 
 
 @pytest.mark.slow
@@ -73,9 +89,45 @@ def test_three_hundred_verdicts(first):
     assert broken >= 18
 
 
-def test_complete_needs_a_radius():
-    with pytest.raises(InputError, match="epsilon"):
-        eq.certified_radius(NETWORKS["relu"](), torch.zeros(1, 6), complete=True)
+@pytest.mark.medium
+@pytest.mark.parametrize("norm", ORDER)
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("seed", range(3))
+def test_bounds_hold_for_any_slopes_and_penalties(name, norm, seed):
+    torch.manual_seed(seed)
+    model, x, radius = NETWORKS[name]().eval(), torch.randn(1, 6), 0.3 + 0.4 * seed
+    network = Certifier.of(model, x, norm=norm).network
+    rows = torch.randn(6, 3, dtype=torch.float64)
+    values = model.double()(ball(x, radius, norm, 4000)) @ rows.T
+    last = len(network.nodes) - 1
+    with torch.no_grad():
+        enclosed = enclose_ball(network, x, radius, norm)
+        plain = lower_bounds(enclosed, last, rows)
+        best, _ = optimise(enclosed, last, rows, steps=25)
+        wild = usual_slopes(enclosed, last, len(rows))
+        for tensor in (*wild.lower.values(), *wild.upper.values(), *wild.log_penalty.values()):
+            tensor.add_(torch.randn_like(tensor))
+        arbitrary = relaxed_bounds(enclosed, last, rows, wild)
+    least = values.amin(0)
+    assert bool((best >= plain - 1e-9).all())
+    assert bool((best <= least).all())
+    assert bool((arbitrary <= least).all())
+
+
+@pytest.mark.medium
+def test_a_single_radius_is_proved_or_not():
+    """`epsilon=` agrees with the largest radius, and no attack breaks what it proves."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 4)).eval()
+    x = torch.randn(12, 20)
+    largest = eq.certified_radius(model, x)
+    epsilon = float(largest.radius.median())
+    asked = eq.certified_radius(model, x, epsilon=epsilon)
+    proved = asked.radius >= epsilon
+    assert bool(proved[largest.radius >= 1.05 * epsilon].all())
+    inside = eq.attacks.pgd(model, x, asked.labels, epsilon=0.999 * asked.radius, steps=40, restarts=2)
+    assert not bool((inside.success & (asked.radius > 0)).any())
+    assert math.isfinite(float(asked.radius.max()))
 
 
 HEAD = "".join(f"(declare-const {v} Real)\n" for v in ("X_0", "X_1", "Y_0", "Y_1"))

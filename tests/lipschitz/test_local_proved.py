@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from local_nets import ACTIVATIONS, HARM, Picture, random_network
+from lipschitz_nets import ACTIVATIONS, HARM, picture, random_network
 from torch import nn
 
 import equipoise as eq
-from equipoise.core import InputError, Refused
+from equipoise.core import Refused
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Activation, Affine, read_network
@@ -22,8 +21,6 @@ from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
 pytestmark = pytest.mark.medium
-
-DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def read(net, shape):
@@ -154,12 +151,9 @@ def attack_margin(net, x, label, radius, norm, steps=25):
     return worst
 
 
-def attacked_once(seed, radius):
-    """Local bounds and radii of one random network, attacked; the number of bounds checked."""
-    net, shape = random_network(seed)
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, *shape, generator=g).to(next(net.parameters()).dtype)
-    bracket = eq.local_lipschitz(net, x, radius, steps=12)  # raises where the attack wins
+def attacked(net, x, radius, seed=0, **options):
+    """Local bounds and radii of a network, attacked; returns the bracket."""
+    bracket = eq.local_lipschitz(net, x, radius, **options)  # raises where the attack wins
     own = copy.deepcopy(net).double()
     a, b = points(x, radius, 40, seed), points(x, radius, 40, seed + 1)
     with torch.no_grad():
@@ -171,7 +165,13 @@ def attacked_once(seed, radius):
     if 0 < R < 1e6:
         noise = 1e-11 * float(own(x.double()).abs().max())
         assert attack_margin(net, x, int(radii.labels), R * (1 - 1e-9), norm) >= -noise, (seed, norm)
-    return 2
+    return bracket
+
+
+def attacked_once(seed, radius):
+    net, shape = random_network(seed)
+    x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
+    attacked(net, x, radius, seed, steps=12)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 6, 7, 8, 9, 12, 15])
@@ -197,13 +197,10 @@ def test_hostile_weights(harm, layer):
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     HARM[harm](net[layer])
     x = torch.zeros(1, 3) if harm == "at the kink" else torch.tensor([[0.3, -0.2, 0.5]])
-    bracket = eq.local_lipschitz(net, x, 0.4, effort="multipliers", steps=4)
+    bracket = attacked(net, x, 0.4, effort="multipliers", steps=4)
     whole = eq.lipschitz_bound(net, x).upper
     assert float(bracket.lower) <= float(bracket.upper) <= whole * (1 + 1e-6)
-    assert "multipliers of" in bracket.note or harm in ("zero",)
-    radii = eq.certified_radius(net, x)
-    if float(radii.radius) < 1e6:
-        assert attack_margin(net, x, int(radii.labels), float(radii.radius) * (1 - 1e-9), "l2") >= 0
+    assert "multipliers of" in bracket.note or harm == "zero"
 
 
 @pytest.mark.parametrize("seed", [0, 2, 5, 9])
@@ -231,24 +228,15 @@ def test_multipliers_of_the_whole_space_are_refused_by_name():
             eq.lipschitz_bound(net.eval(), x, chain="multipliers")
 
 
-def test_a_linear_ball_is_exact():
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 20), nn.ReLU(), nn.Linear(20, 4)).double()
-    x = torch.randn(1, 5, dtype=torch.float64)
-    J = torch.func.jacrev(lambda v: net(v[None])[0])(x[0]).detach()
-    bracket = eq.local_lipschitz(net, x, 1e-7, effort="multipliers")
-    assert float(bracket.upper) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-8)
-
-
 def test_certificates_pass_the_global_ones():
     torch.manual_seed(0)
-    net = Picture(nn.ReLU(), nn.MaxPool2d(2)).eval()
+    net = picture(nn.ReLU(), nn.MaxPool2d(2))
     x = torch.randn(1, 1, 4, 4)
     radii = {effort: eq.certified_radius(net, x, effort=effort).radius for effort in ("fast", "relaxation", "auto")}
     assert bool((radii["fast"] < radii["relaxation"]).all() & (radii["relaxation"] <= radii["auto"]).all())
 
 
-def test_labels_rivals_and_refusals():
+def test_labels_and_rivals():
     net = nn.Sequential(nn.Linear(2, 3, bias=False))
     net[0].weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]))
     found = eq.certified_radius(net, torch.tensor([[3.0, 1.0], [3.0, 1.0]]), torch.tensor([0, 1]))
@@ -256,11 +244,6 @@ def test_labels_rivals_and_refusals():
     assert found.rivals.tolist() == [1, 0]
     assert found.methods[1] == "not classified as labelled"
     assert found.accuracy(1.0) == 0.5
-    for bad in ({"norm": "l3"}, {"effort": "more"}):
-        with pytest.raises(InputError):
-            eq.certified_radius(net, torch.zeros(1, 2), **bad)
-    with pytest.raises(InputError, match="classes"):
-        eq.certified_radius(nn.Sequential(nn.Linear(2, 1)), torch.zeros(1, 2))
 
 
 def test_a_budget_ends_with_a_bound():
@@ -282,11 +265,10 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("name", "r"), TABLE)
-def test_random_networks_of_the_literature(name, r):
-    numpy = pytest.importorskip("numpy")
-    if not (DATA / "random-relu-nets.npz").exists():
+def test_random_networks_of_the_literature(name, r, data_dir):
+    if not (data_dir / "random-relu-nets.npz").exists():
         pytest.skip("random-relu-nets.npz is not there")
-    stored = numpy.load(DATA / "random-relu-nets.npz")
+    stored = np.load(data_dir / "random-relu-nets.npz")
     keys = sorted((k for k in stored.files if k.startswith(f"{name}/W")), key=lambda k: int(k.split("/W")[1]))
     layers = []
     for key in keys:

@@ -11,7 +11,8 @@ from lipschitz_attacks import attack
 from lipschitz_nets import Op, networks
 from torch import nn
 
-from equipoise.lipschitz import lipschitz_bound
+from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise_lab.bench import lipschitz as bench
 
 pytestmark = pytest.mark.medium
 
@@ -91,3 +92,17 @@ def test_the_shares_add_up_and_name_the_worst_layer():
     page = report.to_html("<audit>")
     assert "&lt;audit&gt;" in page
     assert page.count("<tr>") == len(report.layers) + 1
+
+
+def test_fusing_wins_orders_of_magnitude_and_brackets_agree(data_dir, monkeypatch):
+    if not (data_dir / "cifar10-resnet20.safetensors").exists():
+        pytest.skip("no trained CIFAR ResNets: set EQUIPOISE_DATA")
+    monkeypatch.setenv("EQUIPOISE_DATA", str(data_dir))
+    net = bench.trained_resnet(20)
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 32, 32)
+    report = lipschitz_bound(net, x, rtol=1e-2)
+    assert report.log_upper < report.log_product - 5
+    assert len([r for r in report.layers if r.kind == "convolution"]) == 19
+    bracket = local_lipschitz(net, x, 0.05, steps=3, rtol=1e-2)
+    assert 0 < float(bracket.lower) <= float(bracket.upper) < report.upper

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from lipschitz_nets import Op
 from torch import nn
 
 from equipoise.core import Bound, Bracket, InputError, Kind, Refused
@@ -34,22 +35,12 @@ for _operation in (doubled, doubled_relu):
     _operation.register_fake(torch.empty_like)
 
 
-class Own(nn.Module):
-    def __init__(self, operation):
-        super().__init__()
-        self.operation = operation
-        self.first = nn.Linear(3, 5).double()
-        self.last = nn.Linear(5, 2).double()
-
-    def forward(self, x):
-        return self.last(self.operation(self.first(x)))
-
-
 @functools.cache
 def captured(operation):
     """A network with the operation inside, an input, and the program of it."""
     torch.manual_seed(1)
-    model = Own(operation).eval().requires_grad_(False)
+    model = Op(lambda m, x: m.last(operation(m.first(x))), first=nn.Linear(3, 5), last=nn.Linear(5, 2))
+    model = model.double().eval().requires_grad_(False)
     x = torch.randn(1, 3, dtype=torch.float64)
     return model, x, torch.export.export(model, (x,))
 
@@ -81,7 +72,7 @@ def test_a_label_is_only_shown(label, slopes, rules):
 
         model, x, program = captured(operation)
         report = lipschitz_bound(program, x)
-        truth = torch.linalg.matrix_norm(2 * model.last.weight @ model.first.weight, 2)
+        truth = torch.linalg.matrix_norm(2 * model.parts.last.weight @ model.parts.first.weight, 2)
         assert report.upper >= (float(truth) if operation is doubled else _stretched(model, x, 10.0))
         found = local_lipschitz(program, x, 0.2, steps=4)
         assert float(found.upper) >= _stretched(model, x, 0.2)

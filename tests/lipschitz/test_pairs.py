@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn import MaxMin, SNLinear
-from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.wrappers import Lipschitz
+from equipoise.nn import LastLayerNormalised, Lipschitz, MaxMin, SNLinear
 from equipoise.smoothing import margin_radius
 
 #: networks on the plane whose last layer is linear

@@ -12,7 +12,7 @@ from lipschitz_nets import Op
 from torch import nn
 
 from equipoise.conversion import make_lipschitz
-from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
 from equipoise_lab.fuzz.facts import check_facts
 
@@ -25,21 +25,15 @@ K = torch.randn(3, 2, 3, 3, dtype=D) * 0.3
 EYE = torch.eye(4, dtype=D)
 
 
-class _Residual(nn.Module):
+def _residual(sign):
     """`h += sign·φ(hWᵀ)W` after an operation, in place."""
 
-    def __init__(self, sign):
-        super().__init__()
-        self.sign = sign
-
-    def forward(self, x):
+    def run(x):
         h = torch.relu(x)
         branch = torch.relu(h @ W.T) @ W
-        if self.sign > 0:
-            h += branch
-        else:
-            h -= branch
-        return h
+        return h.add_(branch) if sign > 0 else h.sub_(branch)
+
+    return run
 
 
 def _conv_residual(x):
@@ -74,8 +68,8 @@ def _mean_of_convolution(x):
 
 # name: (function, shape, upper end at most)
 BOUNDED = {
-    "in-place residual": (_Residual(1), (4,), math.inf),
-    "in-place difference": (_Residual(-1), (4,), math.inf),
+    "in-place residual": (_residual(1), (4,), math.inf),
+    "in-place difference": (_residual(-1), (4,), math.inf),
     "in-place residual of convolutions": (_conv_residual, (2, 6, 6), math.inf),
     "in-place on a view": (_views, (4,), 10.001),
     "item assignment": (_overwritten, (4,), 2.001),
@@ -207,13 +201,8 @@ def test_a_capture_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class _Recurrent(nn.Module):
-    def __init__(self, kind, **settings):
-        super().__init__()
-        self.cells = kind(3, 4, **settings)
-
-    def forward(self, x):
-        return self.cells(x)[0]
+def _recurrent(kind):
+    return Op(lambda m, x: m.cells(x)[0], cells=kind(3, 4))
 
 
 def _causal(gap):
@@ -222,7 +211,7 @@ def _causal(gap):
 
 #: name: (model, example); the samples along dimension 0 mix, in one direction only
 MIXING = {
-    **{kind.__name__: (_Recurrent(kind), torch.randn(5, 2, 3)) for kind in (nn.RNN, nn.GRU, nn.LSTM)},
+    **{kind.__name__: (_recurrent(kind), torch.randn(5, 2, 3)) for kind in (nn.RNN, nn.GRU, nn.LSTM)},
     "backwards": (Op(lambda x: torch.ones(len(x), len(x), dtype=x.dtype).triu() @ x), torch.randn(6, 3)),
     "forwards": (Op(lambda x: torch.ones(len(x), len(x), dtype=x.dtype).tril() @ x), torch.randn(6, 3)),
     "causal": (Op(_causal(1)), torch.randn(6, 3)),
@@ -256,7 +245,7 @@ def test_samples_that_mix_at_a_distance_are_refused_whatever_the_example_holds(d
 
 
 def test_the_batch_dimension_can_be_stated():
-    model, x = _Recurrent(nn.RNN).eval(), torch.randn(5, 2, 3)
+    model, x = _recurrent(nn.RNN).eval(), torch.randn(5, 2, 3)
     bound = lipschitz_bound(model, x, batch_dim=1).upper
     jacobian = torch.autograd.functional.jacobian(model, x[:, :1]).reshape(20, 15)
     assert float(torch.linalg.matrix_norm(jacobian, 2)) <= bound
@@ -341,13 +330,3 @@ def test_integers_are_refused_in_a_sentence():
         lipschitz_bound(net, torch.zeros(1, 4, dtype=torch.int8))
     with pytest.raises(Refused, match="computes in integers"):
         lipschitz_bound(torch.ao.quantization.quantize_dynamic(net, {nn.Linear}), torch.randn(1, 4))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"ball": "a"}, {"ball": torch.ones(2)}, {"ball": -1.0}, {"ball": math.inf}, {"rtol": 0.0}, {"rtol": math.nan},
-     {"chain": "best"}, {"batch_dim": 7}],
-)  # fmt: skip
-def test_bad_settings_end_in_a_sentence(settings):
-    with pytest.raises(EquipoiseError):
-        lipschitz_bound(nn.Linear(4, 3).eval(), torch.randn(2, 4), **settings)

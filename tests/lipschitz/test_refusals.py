@@ -99,12 +99,6 @@ def test_the_message_names_node_module_line_and_remedy():
     assert "register_rule" in text
 
 
-@pytest.mark.parametrize("module", [nn.BatchNorm1d(4), nn.Dropout(0.5), Op(torch.relu)])
-def test_training_mode_is_refused(module):
-    with pytest.raises(Refused, match="training mode"):
-        lipschitz_bound(nn.Sequential(nn.Linear(4, 4), module.train()), torch.zeros(2, 4))
-
-
 def test_torchscript_is_refused_and_inference_mode_is_not():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.zeros(1, 3)
     with pytest.raises(Refused, match="cannot be captured"):

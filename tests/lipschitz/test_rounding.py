@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from lipschitz_nets import Op
 from torch import nn
 
 import equipoise as eq
@@ -16,32 +17,21 @@ from equipoise.nn.convert import plain
 from equipoise.nn.models import sll_tiny
 
 
-class Residual(nn.Module):
-    def __init__(self, width: int = 6, depth: int = 8):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:  # convex potential layers: 1-Lipschitz as blocks, 3 as sums of their branches
-            norm = torch.linalg.matrix_norm(layer.weight.detach().double(), 2).float()
-            x = x - (2 / norm**2) * (torch.relu(layer(x)) @ layer.weight)
-        return x
+def _potentials(m, x):
+    """Convex potential layers: 1-Lipschitz as blocks, 3 as sums of their branches."""
+    for layer in m.layers:
+        norm = torch.linalg.matrix_norm(layer.weight.detach().double(), 2).float()
+        x = x - (2 / norm**2) * (torch.relu(layer(x)) @ layer.weight)
+    return x
 
 
-class Mixed(nn.Module):
+def _mixed(m, x):
     """Scalings, shifts, pieces, casts, concatenation, pooling."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(12, 3)
-
-    def forward(self, x):
-        a, b = ((x - 0.25) / 0.75).chunk(2, 1)
-        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.125)], 1), 2)
-        mean = x.mean(2)
-        return self.last(
-            torch.cat([pooled.flatten(1), mean, (3 * mean).amax(1, keepdim=True)], 1).double()[:, :12].to(x.dtype)
-        )
+    a, b = ((x - 0.25) / 0.75).chunk(2, 1)
+    pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.125)], 1), 2)
+    mean = x.mean(2)
+    parts = torch.cat([pooled.flatten(1), mean, (3 * mean).amax(1, keepdim=True)], 1)
+    return m.last(parts.double()[:, :12].to(x.dtype))
 
 
 CASES = {
@@ -51,8 +41,8 @@ CASES = {
     "convolutions": (nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.MaxPool2d(2),
                                    nn.Conv2d(5, 4, 2, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)), (2, 8, 8)),
     "sorting": (nn.Sequential(nn.Linear(8, 8), MaxMin(), nn.Linear(8, 3)), (8,)),
-    "mixed": (Mixed(), (4, 4)),
-    "blocks": (Residual(), (6,)),
+    "mixed": (Op(_mixed, last=nn.Linear(12, 3)), (4, 4)),
+    "blocks": (Op(_potentials, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(8))), (6,)),
     "1-Lipschitz": (plain(sll_tiny(rescaling="sr", in_channels=1, input_size=4, num_classes=3))[0], (1, 4, 4)),
 }  # fmt: skip
 

@@ -41,20 +41,16 @@ def small_cnn():
     return build("cnn", in_channels=1, input_size=8, channels=(4, 4), hidden=8, num_classes=3)
 
 
-def normed():
-    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6, eps=0.1), nn.SiLU(), nn.Linear(6, 2))
+def resnet():
+    return build("cifar_resnet", depth=8, width=4, input_size=8, num_classes=3)
 
 
 NETS = {  # network, input shape, modules left
     "dense": (dense, (6,), []),
     "cnn": (small_cnn, (1, 8, 8), []),
     "skip": (Skip, (1, 8, 8), []),
-    "layer norm": (normed, (6,), ["1"]),
-    "resnet": (
-        lambda: build("cifar_resnet", depth=8, width=4, input_size=8, num_classes=3),
-        (3, 8, 8),
-        ["normalise.0"],
-    ),
+    "layer norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6, eps=0.1), nn.SiLU()), (6,), ["1"]),
+    "resnet": (resnet, (3, 8, 8), ["normalise.0"]),
 }
 
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from layer_cases import CASES, LayerCase, inputs_for
-from nn_parts import jacobian_norm, raw
+from nn_parts import raw
 from torch import nn
 from torch.nn.utils.parametrize import remove_parametrizations
 
@@ -18,12 +18,8 @@ from equipoise.core import InputError, Refused
 
 pytestmark = pytest.mark.medium
 
-#: every layer, and the convolutions whose weights depend on the image size
 ROWS = [(case.name, kind) for case in CASES for kind in case.kinds if kind in ("linear", "conv2d")]
-ROWS += [(name, "conv2d") for name in ("cayley", "bro")] + [
-    ("soc", "transpose2d"),
-    ("cayley", "transpose2d"),
-]
+ROWS += [("soc", "transpose2d"), ("cayley", "transpose2d")]
 BUILD = {case.name: case for case in CASES}
 for attention in ({"heads": 2}, {"memory": True}, {"window": 3}):
     name = f"attention {next(iter(attention))}"
@@ -71,6 +67,8 @@ def test_the_kept_weight_is_never_stale(name, kind):
             evaluated = layer.eval()(x)
             agree(evaluated, layer.train()(x))
     assert before.shape == evaluated.shape
+    one, two = (torch.autograd.grad(layer.train(mode)(x).pow(3).sum(), raw(layer))[0] for mode in (True, False))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 @rows
@@ -142,27 +140,6 @@ COMPILED = [
 def test_compile(name, kind):
     layer, x = make(name, kind)
     agree(torch.compile(layer, backend="aot_eager")(x), layer(x))
-
-
-@rows
-def test_training_to_break_it_finds_no_violation(name, kind):
-    """Steps that enlarge the stretch along its own direction; the Jacobian in float64 stays at most 1."""
-    layer, x = make(name, kind)
-    x = x[:1]
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.3)
-    direction = torch.randn_like(x)
-    for _ in range(12):
-        direction = (direction / direction.norm()).detach().requires_grad_()
-        stretch = (layer(x + direction) - layer(x)).square().sum()
-        optimizer.zero_grad()
-        (-stretch).backward()
-        optimizer.step()
-        direction = direction.grad
-    layer.eval()
-    plain = eq.export(layer, x)
-    # the rounding of the measurement
-    assert jacobian_norm(plain.double(), x[0].double()) <= plain.certificate.upper * (1 + 1e-12)
-    assert plain.certificate.upper <= 1 + 1e-6
 
 
 def _process(rank, file, results):

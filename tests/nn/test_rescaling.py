@@ -38,20 +38,17 @@ def reference_kernel_rescaling(K, t, q):
     return K * rows.pow(-(2.0**-t))[:, None, None]
 
 
-@pytest.mark.parametrize("t", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (1, 4), (4, 1)])
-def test_dense_equals_the_formula(shape, t):
-    W, log_q = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], dtype=torch.float64)
-    expected = reference_rescaling(W, t, log_q.exp())
-    torch.testing.assert_close(rescaling_pair(W[None], t, log_q[None])[0][0], expected, rtol=1e-8, atol=1e-10)
+MATRICES = [(7, 5), (5, 7), (6, 6), (1, 4), (4, 1)]
+KERNELS = [(5, 4, 3, 3), (3, 6, 2, 3), (2, 2, 1, 5), (4, 3, 1, 1)]
 
 
 @pytest.mark.parametrize("t", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(5, 4, 3, 3), (3, 6, 2, 3), (2, 2, 1, 5), (4, 3, 1, 1)])
-def test_kernel_equals_the_formula(shape, t):
-    K, log_q = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], dtype=torch.float64)
-    expected = reference_kernel_rescaling(K, t, log_q.exp())
-    torch.testing.assert_close(rescaling_pair(K[None], t, log_q[None])[0][0], expected, rtol=1e-7, atol=1e-9)
+@pytest.mark.parametrize("shape", MATRICES + KERNELS)
+def test_the_weight_is_the_formula(shape, t):
+    W, log_q = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], dtype=torch.float64)
+    reference = reference_rescaling if shape in MATRICES else reference_kernel_rescaling
+    found = rescaling_pair(W[None], t, log_q[None])[0][0]
+    torch.testing.assert_close(found, reference(W, t, log_q.exp()), rtol=1e-7, atol=1e-9)
 
 
 def test_one_step_without_q_is_aol():
@@ -100,21 +97,11 @@ def test_any_weight_any_q(m, n, t, exponent, random):
     log_q = (30 * torch.randn(1, n)).requires_grad_()
     result = rescaling_pair(W, t, log_q)[0]
     assert float(torch.linalg.matrix_norm(result[0].detach().double(), 2)) <= 1 + 1e-12
+    assert not result[W == 0].any()
+    assert bool((W == 0).all()) or result.any()  # channels of zeros leave the others alone
     result.sum().backward()
     assert W.grad.isfinite().all()
     assert log_q.grad.isfinite().all()
-
-
-def test_zero_channels_are_left_at_zero_with_finite_gradients():
-    W = torch.randn(1, 4, 4)
-    W[..., 2] = 0
-    W.requires_grad_()
-    result = rescaling_pair(W, 3)[0]
-    assert not result[..., 2].any()
-    assert result[..., 1].any()
-    result.square().sum().backward()
-    assert W.grad.isfinite().all()
-    assert not W.grad[..., 2].any()
 
 
 def test_weights_at_the_ends_of_float64():
@@ -123,13 +110,10 @@ def test_weights_at_the_ends_of_float64():
         torch.testing.assert_close(rescaling_pair(W * scale, 4)[0], rescaling_pair(W, 4)[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("t", [0, -1, 13, 1.5])
-def test_steps_below_one_are_refused(t):
-    with pytest.raises(InputError, match="t from 1"):
-        eqn.SRLinear(3, 3, t=t)
-
-
-def test_tables_that_would_fill_the_memory_are_refused():
+def test_too_few_and_too_many_steps_are_refused():
+    for t in (0, -1, 13, 1.5):
+        with pytest.raises(InputError, match="t from 1"):
+            eqn.SRLinear(3, 3, t=t)
     with pytest.raises(Refused, match="fewer steps"):
         eqn.SRConv3d(2, 2, 3, t=5)(torch.zeros(1, 2, 4, 4, 4))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cases import OPERATORS, Operator, matrices
 from equipoise import InputError, Refused, spectral_norm
 from equipoise.core import Bracket
-from equipoise.norms import convolution, gram_norm_plain, reference_norm
+from equipoise.norms import dominant_pair, gram_norm_plain, reference_norm
 
 pytestmark = pytest.mark.medium
 
@@ -30,13 +32,10 @@ def test_bracket_holds_and_is_tight(operator: Operator) -> None:
     assert bracket.reached, bracket
 
 
-@pytest.mark.parametrize("points", [convolution.GRID_POINTS, (0, 0)])
+@pytest.mark.parametrize("grid", [True, False])
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
-def test_bracket_holds_without_materialising(
-    operator: Operator, points: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
-    monkeypatch.setattr(convolution, "GRID_POINTS", points)
+def test_bracket_holds_without_materialising(operator: Operator, grid: bool, as_if_large) -> None:
+    as_if_large(grid)
     truth = reference_norm(operator.layer, operator.input_shape)
     bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-2)
     assert holds(bracket, truth)
@@ -53,9 +52,9 @@ def test_unknown_size_bounds_every_size(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 12, 13, 22])
-def test_a_circle_has_no_frequencies_between_those_of_its_grid(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_circle_has_no_frequencies_between_those_of_its_grid(seed: int, as_if_large) -> None:
     """The supremum over all frequencies, which is what is searched on large images, is met by none of these circles."""
-    monkeypatch.setattr(convolution, "GRID_POINTS", (0, 0))
+    as_if_large(grid=False)
     torch.manual_seed(seed)
     size = (31 + seed % 4 * 2, 37)
     layer = nn.Conv2d(3, 3, 3 + seed % 3, padding="same", padding_mode="circular", bias=False).requires_grad_(False)
@@ -90,9 +89,9 @@ def test_a_symbol_that_vanishes_on_the_circle() -> None:
 
 
 @pytest.mark.parametrize("seed", [256, 316, 327, 331])
-def test_taps_that_matter_may_be_far_smaller_than_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_that_matter_may_be_far_smaller_than_others(seed: int, as_if_large) -> None:
     """The largest taps write nothing but what is cut off; the others vanish in float32, or their squares do."""
-    monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+    as_if_large()
     torch.manual_seed(seed)
     kind = nn.ConvTranspose3d(1, 2, (3, 2, 3), (4, 1, 2), (0, 0, 2), (2, 0, 0), bias=False)
     layer = kind.double().requires_grad_(False)
@@ -160,6 +159,17 @@ def test_batches_keep_their_shape_and_their_own_scale() -> None:
     assert bracket.reached
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31), st.integers(-300, 300))
+def test_scaling_by_a_power_of_two_is_exact(m: int, n: int, seed: int, power: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    rank = 1 + seed % min(m, n)
+    left, right = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((m, rank), (rank, n)))
+    W = left @ right * 10.0 ** (seed % 21 - 10)
+    a, b = spectral_norm(W), spectral_norm(W * 2.0**power)
+    assert (b.lower, b.upper) == (a.lower * 2.0**power, a.upper * 2.0**power)
+
+
 def test_singular_vectors() -> None:
     torch.manual_seed(0)
     for shape in ((6, 9), (9, 6), (200, 170)):
@@ -167,23 +177,24 @@ def test_singular_vectors() -> None:
         bracket = spectral_norm(W, rtol=1e-9, vectors=True)
         u, v = bracket.vectors
         assert torch.allclose(W @ v, u * bracket.lower, atol=1e-3 * bracket.upper)
+        sigma, u, v = dominant_pair(W.real, 1e-10)
+        assert torch.allclose(W.real @ v, u * sigma, atol=1e-3)
+        assert float(sigma) == pytest.approx(float(torch.linalg.matrix_norm(W.real, 2)), rel=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read_as_the_numbers_it_holds(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    layer = nn.Conv2d(3, 3, 3, padding=1, dtype=dtype)
-    truth = reference_norm(layer, (3, 6, 6))
-    bracket = spectral_norm(layer, input_size=6)
-    assert bracket.lower <= truth <= bracket.upper
-
-
-def test_parametrised_layers_are_read_through_the_effective_weight() -> None:
-    torch.manual_seed(0)
+def _parametrised() -> nn.Module:
     layer = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1))
     layer.parametrizations.weight.original0.data.mul_(5)
-    truth = reference_norm(layer, (3, 7, 7))
-    assert truth in spectral_norm(layer, input_size=7, rtol=1e-3)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make", [_parametrised, *(lambda t=t: nn.Conv2d(3, 3, 3, padding=1, dtype=t) for t in (torch.half, torch.bfloat16))]
+)
+def test_the_weight_that_is_used_is_read(make) -> None:
+    torch.manual_seed(0)
+    layer = make()
+    assert reference_norm(layer, (3, 7, 7)) in spectral_norm(layer, input_size=7, rtol=1e-3)
 
 
 class _Doubled(nn.Linear):

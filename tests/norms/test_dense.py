@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, lanczos, random_start, syrk, syrk_error
+from equipoise.norms.cholesky import PIECE, cholesky_bracket, random_start, syrk, syrk_error
 
 
 def spectrum(m, n, values):
@@ -38,6 +38,9 @@ MATRICES = {
         * (torch.arange(m) == 5)[:, None]
     ),
     "ones": lambda m, n: torch.ones(m, n, dtype=torch.float64),
+    "columns of zeros": lambda m, n: torch.randn(m, n, dtype=torch.float64) * (torch.arange(n) < 3),
+    "one column": lambda m, n: torch.randn(m, 1, dtype=torch.float64),
+    "pieces": lambda m, n: torch.randn(2 * PIECE + 37, 64, dtype=torch.float64),
     "unequal columns": lambda m, n: torch.randn(m, n, dtype=torch.float64) * torch.logspace(-8, 0, n),
     "unequal rows": lambda m, n: torch.randn(m, n, dtype=torch.float64) * torch.logspace(-8, 0, m)[:, None],
 }
@@ -65,6 +68,11 @@ def test_brackets_hold_and_are_tight(name, form):
             assert lower <= sigma * (1 + 1e-13)
             assert sigma * (1 - 1e-13) <= upper <= (1 + rtol) * lower * (1 + 1e-13)
             assert len(v) == min(W.shape)
+        for enough in (0.5 * sigma, sigma * (1 - 1e-9), sigma * (1 + 1e-9), 1.1 * sigma):
+            lower, upper, v = cholesky_bracket(W, 1e-3, start=v, enough=enough)
+            assert lower <= sigma * (1 + 1e-12)
+            assert sigma * (1 - 1e-12) <= upper <= max(enough, sigma * 1.002)
+        assert upper == 1.1 * sigma
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -84,11 +92,3 @@ def test_the_triangle_of_a_gram_matrix_is_as_near_as_it_says(shape, stored, dtyp
         assert size <= most * (1 + 1e-13)
         assert off <= allowed + 1e-13 * size  # of the reference
         assert allowed <= 2 * gamma(PIECE + 20 if dtype is torch.float32 else len(A) + 20, dtype) * size
-
-
-def test_ritz_vectors():
-    G = torch.diag(torch.linspace(0, 1, 60, dtype=torch.float64) ** 3)
-    for steps, error in ((60, 1e-10), (20, 1e-4)):
-        v = lanczos(G.matmul, torch.ones(60, dtype=torch.float64), steps)
-        assert abs(float(v.norm()) - 1) < 1e-10
-        assert abs(float(v @ G @ v) - 1) < error

@@ -57,26 +57,15 @@ def test_gradient_of_conv_norm(padding: str, stride: int, size: int | None) -> N
     assert gradcheck(lambda k: functional.conv_norm(k, padding, stride, size, 4), (K,), fast_mode=not every)
 
 
-#: shape, options
-KERNELS = [
-    ((4, 2, 3, 3), {"groups": 2}), ((4, 2, 3, 3), {"dilation": 2}), ((4, 2, 3, 3), {"amount": [(0, 0), (2, 1)]}),
-    ((4, 2, 3, 3), {"stride": (2, 1)}), ((3, 2, 3), {}),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize(("shape", "options"), KERNELS)
-def test_gradient_of_conv_norm_with_options(shape, options, dtype) -> None:
+@pytest.mark.parametrize(
+    "options", [{"groups": 2}, {"dilation": 2}, {"amount": [(0, 0), (2, 1)]}, {"stride": (2, 1)}], ids=str
+)
+def test_gradient_of_conv_norm_with_options(options, dtype) -> None:
     torch.manual_seed(0)
-    K = torch.randn(shape, dtype=dtype, requires_grad=True)
+    K = torch.randn((4, 2, 3, 3), dtype=dtype, requires_grad=True)
     assert gradcheck(lambda k: functional.conv_norm(k, input_size=9, iterations=3, **options), (K,), fast_mode=True)
-
-
-def test_explicit_gradient_equals_autodiff_through_the_iterations() -> None:
-    torch.manual_seed(0)
-    W = torch.randn(30, 20, dtype=torch.float64, requires_grad=True)
-    explicit, through = (torch.autograd.grad(f(W, 6), W)[0] for f in (functional.gram_norm, gram_norm_plain))
-    assert torch.allclose(explicit, through, atol=1e-12)
+    assert gradcheck(lambda k: functional.conv_norm(k[..., 0], input_size=9, iterations=3), (K,), fast_mode=True)
 
 
 def test_value_is_the_exact_grid_maximum_and_above_the_bracket() -> None:

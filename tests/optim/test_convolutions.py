@@ -1,47 +1,35 @@
 """The guard on convolutions: true padding, stride, groups and dilation, against the materialised operator."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from cases import OPERATORS
 from equipoise.core import Refused
-from equipoise.norms import convolution, reference_norm
+from equipoise.norms import reference_norm
 from equipoise.norms.tracking import TrackedConvolution
 from equipoise.optim import SpectralGuard
 
 pytestmark = pytest.mark.medium
 
-#: layer and the spatial size it sees; a row is held by the guard at that size and for any size
-LAYERS = {
-    "zeros": (lambda: nn.Conv2d(3, 4, 3, padding=1), (6, 5)),
-    "valid": (lambda: nn.Conv2d(3, 2, 3), (5, 5)),
-    "stride": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (6, 6)),
-    "stride is the kernel": (lambda: nn.Conv2d(2, 5, 2, stride=2), (6, 6)),
-    "groups": (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (5, 5)),
-    "depthwise": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (5, 5)),
-    "dilation": (lambda: nn.Conv2d(2, 2, 3, padding=2, dilation=2), (7, 7)),
-    "circular": (lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), (5, 6)),
-    "reflect": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (5, 5)),
-    "replicate": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), (5, 5)),
-    "line": (lambda: nn.Conv1d(3, 4, 5, padding=2), (9,)),
-    "volume": (lambda: nn.Conv3d(2, 2, 3, padding=1), (3, 4, 3)),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1), (4, 4)),
-    "transposed line": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2), (5,)),
-}
+#: rows of the one table of operators, each held by the guard at its size and for any size
+LAYERS = {one.id: one for one in (*OPERATORS[:29:2], *[o for o in OPERATORS if "Transpose" in o.id][:4])}
 
 
 def layer(name, seed=0):
     torch.manual_seed(seed)
-    make, size = LAYERS[name]
-    module = make()
-    return module, (module.in_channels, *size)
+    module = copy.deepcopy(LAYERS[name].layer)
+    module.reset_parameters()
+    return module, LAYERS[name].input_shape
 
 
 @pytest.mark.parametrize("known", [True, False, "grid"], ids=["size", "any size", "frequencies"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_norm_of_the_layer_is_held(name, known, monkeypatch):
+def test_the_norm_of_the_layer_is_held(name, known, as_if_large):
     if known == "grid":
-        monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)  # by the symbol, however small
+        as_if_large()
     module, shape = layer(name)
     model = nn.Sequential(module)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -70,9 +58,9 @@ def test_a_shared_kernel_is_refused():
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_small_steps_use_the_carried_proof_and_resume(name, dense, monkeypatch):
+def test_small_steps_use_the_carried_proof_and_resume(name, dense, as_if_large):
     if not dense:
-        monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+        as_if_large()
     module, shape = layer(name, seed=1)
     tracked = TrackedConvolution(module, shape[1:])
     first = tracked.bracket(module.weight)[1]
@@ -91,9 +79,9 @@ def test_small_steps_use_the_carried_proof_and_resume(name, dense, monkeypatch):
     assert tracked.used["direct"] < 6
 
 
-@pytest.mark.parametrize("name", ["zeros", "stride", "circular", "groups", "reflect"])
-def test_what_is_enough_is_proved_only_where_it_is_true(name, monkeypatch):
-    monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+@pytest.mark.parametrize("name", ["same-3x3", "stride-equals-kernel", "circular", "groups", "reflect"])
+def test_what_is_enough_is_proved_only_where_it_is_true(name, as_if_large):
+    as_if_large()
     module, shape = layer(name, seed=2)
     sigma = reference_norm(module, shape)
     tight = TrackedConvolution(module, shape[1:]).bracket(module.weight)[1]

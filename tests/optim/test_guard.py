@@ -9,7 +9,6 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.core import InputError, Refused
-from equipoise.norms.reference import operator_matrix
 from equipoise.optim import SpectralGuard
 
 pytestmark = pytest.mark.medium
@@ -17,10 +16,8 @@ pytestmark = pytest.mark.medium
 TOLERANCE = 1e-3
 
 
-def true_norm(module, size=None):
-    if isinstance(module, nn.Linear):
-        return float(torch.linalg.svdvals(module.weight.detach().double())[0])
-    return float(torch.linalg.svdvals(operator_matrix(module, size))[0])
+def true_norm(module):
+    return float(torch.linalg.svdvals(module.weight.detach().double())[0])
 
 
 def net(seed=0, dtype=torch.float32):
@@ -65,16 +62,17 @@ def assert_held(guard, model, limit):
         assert bracket.upper <= limit
 
 
-@pytest.mark.parametrize("how", ["cap", "sphere", "clip", "hammer"])
+LONG = pytest.param(2000, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("steps", [15, LONG])
+@pytest.mark.parametrize(("how", "every"), [("cap", 1), ("sphere", 1), ("clip", 1), ("hammer", 1), ("cap", 5)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_step_leaves_a_norm_above_the_radius(optimizer, how):
-    hold(optimizer, how, steps=15)
-
-
-def hold(optimizer, how, steps):
+def test_no_step_leaves_a_norm_above_the_radius(optimizer, how, every, steps):
+    """Also with `every=5`: few proofs hold as well."""
     model = net()
     chosen = OPTIMIZERS[optimizer](model)
-    guard = SpectralGuard(model, radius=1.5, how=how, tolerance=TOLERANCE, optimizer=chosen)
+    guard = SpectralGuard(model, radius=1.5, how=how, tolerance=TOLERANCE, every=every, optimizer=chosen)
     assert_held(guard, model, 1.5 * (1 + TOLERANCE))
     for _ in train(model, chosen, steps):
         assert_held(guard, model, 1.5 * (1 + TOLERANCE))
@@ -82,13 +80,8 @@ def hold(optimizer, how, steps):
             assert all(b.lower >= 1.5 * (1 - TOLERANCE) for b in guard.bounds().values())
     assert guard.steps == steps
     assert sum(one.restored for one in guard.layers) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["cap", "sphere", "clip"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_thousand_steps(optimizer, how):
-    hold(optimizer, how, steps=2000)
+    if every == 5 and steps == 15:
+        assert guard.used["direct"] <= 3 * 4 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -101,14 +94,10 @@ def test_the_rounded_weight_is_what_is_bounded(dtype, how):
         assert_held(guard, model, 1.0 * (1 + TOLERANCE))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fewer_proofs_hold_as_well(optimizer):
-    model = net()
-    chosen = OPTIMIZERS[optimizer](model)
-    guard = SpectralGuard(model, radius=1.5, every=5, optimizer=chosen)
-    for _ in train(model, chosen, 12):
-        assert_held(guard, model, 1.5 * (1 + TOLERANCE))
-    assert guard.used["direct"] <= 3 * 4 * 2
+def singular(W, k):
+    """The k-th singular direction as a matrix of rank one."""
+    U, _, Vh = torch.linalg.svd(W, full_matrices=False)
+    return torch.outer(U[:, k], Vh[k])
 
 
 def kick(W, i):
@@ -120,12 +109,8 @@ def kick(W, i):
 ATTACKS = {
     "rank-one kick": kick,
     "tiny drift that adds up": lambda W, i: W.add_(1e-4 * torch.ones_like(W)),
-    "along the top direction": lambda W, i: W.add_(
-        1e-3 * torch.outer(*(m[:, 0] for m in (lambda s: (s[0], s[2].mT))(torch.linalg.svd(W, full_matrices=False))))
-    ),
-    "a direction not followed": lambda W, i: W.add_(
-        0.2 * torch.outer(*(m[:, -1] for m in (lambda s: (s[0], s[2].mT))(torch.linalg.svd(W, full_matrices=False))))
-    ),
+    "along the top direction": lambda W, i: W.add_(1e-3 * singular(W, 0)),
+    "a direction not followed": lambda W, i: W.add_(0.2 * singular(W, -1)),
     "sign flip": lambda W, i: W.neg_(),
     "huge": lambda W, i: W.mul_(1e6),
     "replaced": lambda W, i: W.copy_(torch.randn(W.shape)),
@@ -145,10 +130,7 @@ def test_attacks_on_the_tracked_proof(attack, how):
         with torch.no_grad():
             for W in model.parameters():
                 ATTACKS[attack](W, i)
-        for name, bracket in guard.bounds().items():  # before anything is brought back: true all the same
-            sigma = true_norm(model.get_submodule(name))
-            assert bracket.lower <= sigma * (1 + 1e-12)
-            assert sigma <= bracket.upper * (1 + 1e-12)
+        assert_held(guard, model, math.inf)  # before anything is brought back: true all the same
         guard.step()
         assert_held(guard, model, 1.2 * (1 + TOLERANCE))
 
@@ -355,12 +337,9 @@ def overlapping():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [(overlapping, "overlap in memory"), (transposed, "overlap in memory")],
-)
-def test_weights_that_overlap_otherwise_are_refused(make, said):
-    with pytest.raises(Refused, match=said):
+@pytest.mark.parametrize("make", [overlapping, transposed])
+def test_weights_that_overlap_otherwise_are_refused(make):
+    with pytest.raises(Refused, match="overlap in memory"):
         SpectralGuard(make())
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from equipoise.optim import Muon, add_lookahead
 
 
-def trained(optimizer, layer, steps, states=None):
+def trained(optimizer, layer, steps):
     x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.ones(8, 2)
     for _ in range(steps):
         optimizer.zero_grad()

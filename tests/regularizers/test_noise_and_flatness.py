@@ -8,12 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from equipoise.core import InputError
-from equipoise.regularizers import (
-    add_noise,
-    consistency_loss,
-    frozen_statistics,
-    noisy_copies,
-)
+from equipoise.regularizers import add_noise, consistency_loss, frozen_statistics, noisy_copies
 
 
 def net(seed=0):

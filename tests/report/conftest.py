@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -56,11 +58,4 @@ def whole(n=40, text="net"):
 @pytest.fixture(scope="session")
 def report_parts():
     """Builders of report data."""
-
-    class Parts:
-        hostile = HOSTILE
-        series = staticmethod(series)
-        whole = staticmethod(whole)
-        bound = staticmethod(bound)
-
-    return Parts
+    return SimpleNamespace(hostile=HOSTILE, series=series, whole=whole, bound=bound)

@@ -1,14 +1,11 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import equipoise as eq
-from equipoise.cli.app import Command, build
 from equipoise.report import ReportData, as_document, collect, render
 from equipoise.runs import AttackRow, certify, prove
 
@@ -29,12 +26,8 @@ def folder(tmp_path_factory):
     votes.add_attacks([AttackRow(id=i, epsilon=9.0, success=True, distance=8.5) for i in range(6)])
     votes.add_attacks([AttackRow(id=i, epsilon=1e-6, success=False) for i in range(12)])
     proved = prove(net, (x, y), run_dir=root / "proved", name="toy")
-    proved.add_attacks(
-        [
-            AttackRow(id=0, epsilon=1e-5, success=False),
-            AttackRow(id=1, epsilon=9.0, success=True, distance=8.5),
-        ]
-    )
+    proved.add_attacks([AttackRow(id=0, epsilon=1e-5, success=False)])
+    proved.add_attacks([AttackRow(id=1, epsilon=9.0, success=True, distance=8.5)])
     return root, votes, soft, plain
 
 
@@ -71,34 +64,54 @@ def test_an_attack_inside_a_certificate_is_found(tmp_path, share, success, broke
     assert (0 if tested is None else tested.broken) == broken
 
 
-def test_the_data_is_named_and_the_headline_is_the_runs_own_procedure(tmp_path):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
-    x = torch.rand(5, 1, 2, 2)
-    certify(net, (x, net(x).argmax(1)), run_dir=tmp_path / "a", sigma=0.1, n=100, name="my pictures")
-    data = collect([tmp_path / "a"])
+@pytest.fixture
+def small_run(tmp_path):
+    """`small_run(folder, worker, …)`: a run of a linear network on five inputs."""
+
+    def make(folder, worker=certify, seed=0, labelled=True, **settings):
+        torch.manual_seed(seed)
+        net, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), torch.rand(5, 1, 2, 2)
+        worker(net, (x, net(x).argmax(1)) if labelled else x, run_dir=tmp_path / folder, **settings)
+        return tmp_path / folder
+
+    return make
+
+
+SAMPLED = {"sigma": 0.01, "n": 200}
+
+
+def test_the_headline_is_the_runs_own_procedure_and_every_network_has_a_card(small_run, report_parts):
+    data = collect([small_run("a", name="my pictures", **SAMPLED)])
     assert {s.data for s in data.series} == {"my pictures"}
     assert [s.own for s in data.series] == [True, False]
     page = render(data, "")
     assert f"{data.series[0].procedure}, 5 inputs of my pictures, run a" in page
     assert page.count('<div class="below">average certified radius') == 1
-    assert "<td>my pictures</td>" in page
-
-
-def test_every_network_has_a_card_and_what_is_left_is_counted(report_parts):
     runs = tuple(report_parts.series(5, f"net {i // 3}", f"run {i}", own=True) for i in range(15))
-    page = render(ReportData("many", series=runs), "")
-    assert page.count('<div class="below">average certified radius') == 8
-    assert '<div class="number">7</div>' in page
+    assert render(ReportData("many", series=runs), "").count('<div class="below">average certified radius') == 8
 
 
-def test_inputs_without_labels_are_not_called_wrong(tmp_path):
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
-    certify(net, torch.rand(5, 1, 2, 2), run_dir=tmp_path / "a", sigma=0.01, n=200)
-    data = collect([tmp_path / "a"])
+def test_inputs_without_labels_are_not_called_wrong(small_run):
+    data = collect([small_run("a", labelled=False, **SAMPLED)])
     assert float(data.series[0].results.accuracy()) == float((data.series[0].results.prediction >= 0).mean()) > 0
     assert "any answer" in render(data, "")
     assert as_document(data)["series"][0]["labelled"] is False
+
+
+def test_networks_and_runs_of_one_name_are_told_apart(small_run):
+    folders = [small_run("x/a", **SAMPLED), small_run("y/a", **SAMPLED), small_run("b", seed=1, **SAMPLED)]
+    assert len(collect(folders[:2]).models) == 1
+    data = collect(folders)
+    assert len(data.models) == 2
+    assert {run["model"] for run in data.runs} == set(data.models)
+    assert {str(folder) for folder in folders[:2]} <= {s.run for s in data.series}
+
+
+def test_radii_of_two_norms_share_no_axis(small_run):
+    page = render(collect([small_run(norm, prove, norm=norm) for norm in ("l2", "linf")]), "p")
+    charts = json.loads(page.partition('id="data">')[2].partition("</")[0])["charts"]
+    titles = [charts[f"curves-{i}"]["layout"]["xaxis"]["title"]["text"] for i in range(2)]
+    assert titles == ["perturbation ε (ℓ2)", "perturbation ε (ℓ∞)"]
 
 
 def test_a_published_log_is_a_curve_whose_risk_is_unknown(tmp_path):
@@ -112,25 +125,6 @@ def test_a_published_log_is_a_curve_whose_risk_is_unknown(tmp_path):
     assert ">unknown</td>" in page
     assert "Deterministic certificates hold always" not in page
     assert "nothing of it was checked" in page
-
-
-def test_names_tell_runs_apart(folder, tmp_path):
-    root, *_ = folder
-    for name in "xy":
-        shutil.copytree(root / "votes", tmp_path / name / "votes")
-    data = collect([tmp_path / "x" / "votes", tmp_path / "y" / "votes"])
-    assert {s.run for s in data.series} == {str(tmp_path / "x" / "votes"), str(tmp_path / "y" / "votes")}
-
-
-def test_networks_of_one_name_are_not_mixed_up(tmp_path):
-    x, y = torch.rand(4, 3), torch.tensor([0, 1, 0, 1])
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        certify(nn.Sequential(nn.Linear(3, 2)).eval(), (x, y), run_dir=tmp_path / str(seed), sigma=0.5, n=50)
-    assert len(collect([tmp_path / "0"]).models) == 1
-    both = collect([tmp_path / "0", tmp_path / "1"])
-    assert len(both.models) == 2
-    assert {run["model"] for run in both.runs} == set(both.models)
 
 
 def test_unfinished_runs_say_so(tmp_path):
@@ -147,39 +141,16 @@ def test_unfinished_runs_say_so(tmp_path):
     assert any("2 of 4 inputs are missing" in note for note in collect([tmp_path / "run"]).notes)
 
 
-def test_radii_of_two_norms_share_no_axis(folder, tmp_path):
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
-    x = torch.rand(5, 1, 2, 2)
-    for norm in ("l2", "linf"):
-        prove(net, (x, net(x).argmax(1)), run_dir=tmp_path / norm, norm=norm)
-    charts = json.loads(
-        render(collect([tmp_path / "l2", tmp_path / "linf"]), "p").partition('id="data">')[2].partition("</")[0]
-    )["charts"]
-    titles = [charts[f"curves-{i}"]["layout"]["xaxis"]["title"]["text"] for i in range(2)]
-    assert titles == ["perturbation ε (ℓ2)", "perturbation ε (ℓ∞)"]
-
-
-def run(*args):
-    app = build((Command("report", "equipoise.cli.report", "report"),))
-    return CliRunner().invoke(app, ["report", *map(str, args)], prog_name="equipoise")
-
-
-def test_the_command_writes_a_page_and_prints_numbers(folder, tmp_path):
+def test_the_command_writes_a_page_and_prints_numbers(equipoise, folder, tmp_path):
     root, votes, *_ = folder
-    ran = run(root / "votes", root / "proved", "-o", tmp_path / "a.html", "--json")
-    assert ran.exit_code == 0, ran.stderr
-    document = json.loads(ran.stdout)
+    ran = equipoise("report", root / "votes", root / "proved", "-o", tmp_path / "a.html", "--json")
+    assert ran.code == 0, ran.err
+    document = ran.json
     assert document["series"][0]["average_radius"] == votes.certificates().average_radius(votes.labels)
     assert document["tested"]["broken"] == 0
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     assert "plotly.js" in page
-
-
-def test_the_command_audits_a_network_without_runs(tmp_path):
-    ran = run("--audit", "equipoise.nn.models:mlp", "--input-shape", "1,8,8", "-o", tmp_path / "a.html")
-    assert ran.exit_code == 0, ran.stderr
-    assert "L ≤" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -194,10 +165,9 @@ def test_the_command_audits_a_network_without_runs(tmp_path):
         (["{votes}", "-o", "no/such/folder/a.html"], "cannot write"),
     ],
 )
-def test_bad_input_gets_one_sentence(folder, tmp_path, monkeypatch, arguments, words):
+def test_bad_input_gets_one_sentence(equipoise, folder, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    ran = run(*[a.format(votes=folder[0] / "votes") for a in arguments])
-    assert ran.exit_code == 2
-    assert words in ran.stderr.replace("\n", " ")
-    assert "Traceback" not in ran.stderr
+    ran = equipoise("report", *[a.format(votes=folder[0] / "votes") for a in arguments])
+    assert ran.code == 2
+    assert words in ran.err.replace("\n", " ")
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -98,12 +97,3 @@ def test_infinite_radii_and_bounds_are_drawn_and_stored(report_parts):
     page = render(ReportData("t", (s,), audits={"deep": bound}), PLOTLY)
     assert "e+868" in page.replace("e868", "e+868") or "10^868" in page or "868" in page
     json.dumps(payload(page))
-
-
-def test_without_plotly_tables_alone(monkeypatch, report_parts):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    page = render(report_parts.whole(5))
-    assert "pip install equipoise[report]" in page
-    assert 'class="chart"' not in page
-    assert 'id="curves"' in page
-    assert 'id="layers-0"' in page

@@ -6,7 +6,7 @@ import pytest
 import runs_nets
 
 from equipoise.core import InputError, Refused
-from equipoise.runs import AttackRow, attack_run, certify, open_run, prove
+from equipoise.runs import attack_run, certify, open_run, prove
 
 pytestmark = pytest.mark.medium
 
@@ -72,8 +72,6 @@ WRONG = {
     "another model": (lambda net, xy: (runs_nets.Net(scale=5.0).eval(), xy), {}, Refused, "another model"),
     "other data": (lambda net, xy: (net, (xy[0] + 0.1, xy[1])), {}, Refused, "data: sha256"),
     "fewer data": (lambda net, xy: (net, (xy[0][:5], xy[1][:5])), {}, Refused, "total: 12 → 5"),
-    "no model": (lambda net, xy: (None, xy), {}, InputError, "expected an nn.Module"),
-    "a tensor": (lambda net, xy: (xy[0], xy), {}, InputError, "expected an nn.Module"),
     "a radius below 0": (lambda net, xy: (net, xy), {"epsilons": [-1.0]}, InputError, "non-negative"),
     "no steps": (lambda net, xy: (net, xy), {"steps": 0}, InputError, "steps must be"),
     "huge votes": (lambda net, xy: (net, xy), {"votes": 10**15}, InputError, "votes must be"),
@@ -86,12 +84,3 @@ def test_what_is_wrong_is_one_sentence(tmp_path, net, xy, case):
     certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=100)
     with pytest.raises(error, match=words):
         attack_run(tmp_path / "a", *make(net, xy), **{**QUICK, **settings})
-
-
-def test_attacks_are_stored_by_their_settings(tmp_path, net, xy):
-    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=100)
-    outcome = {"success": True, "distance": 0.25}
-    rows = [AttackRow(id=0, epsilon=epsilon, **outcome) for epsilon in (0.25, 0.5)]
-    run.add_attacks(rows)
-    run.add_attacks(rows)
-    assert run.attacks() == rows

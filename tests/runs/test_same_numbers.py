@@ -80,7 +80,7 @@ def test_an_exported_program_with_any_batch(tmp_path, net, xy, batch):
     assert run.manifest.model.hash != plain.manifest.model.hash
 
 
-@pytest.mark.parametrize("kind", ["pair", "arrays", "tensors", "items", "dataset", "known"])
+@pytest.mark.parametrize("kind", ["pair", "arrays", "tensors", "items", "dataset", "known", "names"])
 def test_any_dataset(tmp_path, net, xy, kind):
     x, y = xy
     form = {
@@ -90,23 +90,15 @@ def test_any_dataset(tmp_path, net, xy, kind):
         "items": runs_nets.Items(x, y),
         "dataset": Dataset.from_arrays(x.numpy(), y.numpy(), layout="NCHW"),
         "known": runs_nets.Known(x, y),
+        "names": runs_nets.Known(x, y, ids=[str(i) for i in range(12)]),
     }[kind]
+    ids = {"known": [101, 103, 105, 107], "names": ["1", "3", "5", "7"]}.get(kind, [1, 3, 5, 7])
     run = certify(net, form, run_dir=tmp_path / "a", sigma=0.3, n=150, skip=1, limit=4, stride=2)
     assert run.positions.tolist() == [1, 3, 5, 7]
-    assert run.ids == [101, 103, 105, 107] if kind == "known" else [1, 3, 5, 7]
+    assert run.ids == open_run(tmp_path / "a").ids == ids
     assert run.labels.tolist() == y[[1, 3, 5, 7]].tolist()
     smooth = SmoothedClassifier(net, 0.3, 4).certify(x[[1, 3, 5, 7]], n=150, ids=run.ids)
     assert np.array_equal(run.certificates().radius, smooth.radius)
-
-
-def test_names_as_ids_and_numbers_as_ids_are_told_apart(tmp_path, net, xy):
-    numbers = certify(net, runs_nets.Known(*xy, ids=list(range(12))), run_dir=tmp_path / "a", sigma=0.3, n=150)
-    names = certify(
-        net, runs_nets.Known(*xy, ids=[str(i) for i in range(12)]), run_dir=tmp_path / "b", sigma=0.3, n=150
-    )
-    assert names.ids == [str(i) for i in range(12)]
-    assert open_run(tmp_path / "a").ids == list(range(12))
-    assert table(names) != table(numbers)  # other keys, other noise
 
 
 def test_preparing_writes_nothing_and_the_same_command_finds_its_run(tmp_path, net, xy, monkeypatch):

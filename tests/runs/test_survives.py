@@ -223,14 +223,6 @@ def test_two_processes(tmp_path, net, xy):
     assert certify(net, xy, run_dir=tmp_path / "a", **SETTINGS).finished
 
 
-def labelled(label, kind):
-    def change(x, y):
-        y[7] = label
-        return kind(x, y)
-
-    return change
-
-
 BAD_DATA = {
     "bytes": (lambda x, y: (x.byte(), y), "expected floats"),
     "nan": (lambda x, y: (x * float("nan"), y), "NaN"),
@@ -239,8 +231,8 @@ BAD_DATA = {
     "empty": (lambda x, y: (x[:0], y[:0]), "no inputs"),
     "text": (lambda x, y: "digits", "expected a dataset|not a pair"),
     "nothing": (lambda x, y: None, "expected a dataset"),
-    "label below": (labelled(-1, runs_nets.Known), "label -1, but the model tells 4 classes apart"),
-    "label above": (labelled(4, runs_nets.Known), "label 4, but the model tells 4 classes apart"),
+    "label below": (lambda x, y: runs_nets.Known(x, y - 1), "label -1, but the model tells 4 classes apart"),
+    "label above": (lambda x, y: runs_nets.Known(x, y + 1), "label 4, but the model tells 4 classes apart"),
     "more classes": (lambda x, y: runs_nets.Known(x, y, num_classes=10), "10 classes, the model returns 4"),
 }
 

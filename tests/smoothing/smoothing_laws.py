@@ -6,11 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from scipy import stats
 from scipy.special import ndtr
+from torch import nn
 
 from equipoise.smoothing import radius_multi
 
 SIGMA = 0.5
+
+
+def too_many(wrong: np.ndarray, alpha: float) -> bool:
+    """Binomial test: more errors than a true risk of α shows once in 10⁶ such checks."""
+    return bool(np.sum(wrong) > stats.binom.ppf(1 - 1e-6, len(wrong), alpha))
+
+
+class HalfSpace(nn.Module):
+    """Two logits ±scale·w·x: the majority vote is a half-space, its distance known."""
+
+    def __init__(self, *direction: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.direction, self.scale = torch.tensor(direction), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score = self.scale * (x.flatten(1) @ self.direction.to(x.dtype))
+        return torch.stack([score, -score], dim=1)
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,19 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+from smoothing_laws import HalfSpace
 from torch import nn
 
 import equipoise as eq
 from equipoise import report
 
 SIGMA, ALPHA = 0.5, 0.2
+LINE = HalfSpace(-1.0, 0.0, 0.0, scale=4.0).eval()  # told apart by the first coordinate: its worst attack is known
 
 
 @pytest.fixture(autouse=True)
 def _same_seed_every_time():
     """Instead of the fixture of all tests: every call takes another seed, from the operating system."""
-
-
-class Line(nn.Module):
-    """Two classes told apart by the first coordinate: its worst attack is known."""
-
-    def forward(self, x):
-        return torch.stack([-4 * x[:, 0], 4 * x[:, 0]], 1)
 
 
 def examples(n, generator):
@@ -41,7 +36,7 @@ def test_coverage_under_the_worst_attack(radius, noise):
     generator = torch.Generator().manual_seed(0)
     shares = []
     for _ in range(20):
-        sets = eq.smoothing.RobustConformal(Line().eval(), SIGMA, noise=noise).calibrate(*examples(60, generator))
+        sets = eq.smoothing.RobustConformal(LINE, SIGMA, noise=noise).calibrate(*examples(60, generator))
         x, y = examples(200, generator)
         x[:, 0] -= 0.999 * radius * (2.0 * y - 1.0)
         shares.append(sets.predict(x, radius, ALPHA)[np.arange(200), y.numpy()].mean())
@@ -51,7 +46,7 @@ def test_coverage_under_the_worst_attack(radius, noise):
 @pytest.mark.parametrize("noise", ["float", "grid"])
 def test_the_rank_is_never_below_that_of_the_theorem(noise):
     mpmath.mp.dps = 50
-    sets = eq.smoothing.RobustConformal(Line().eval(), SIGMA, noise=noise).calibrate(
+    sets = eq.smoothing.RobustConformal(LINE, SIGMA, noise=noise).calibrate(
         *examples(2000, torch.Generator().manual_seed(2))
     )
     sets.scores = np.arange(1.0, 2001.0)  # so that a threshold is its own rank
@@ -71,20 +66,20 @@ def test_ties_and_small_samples_give_larger_sets():
     x, y = torch.randn(50, 3), torch.zeros(50, dtype=torch.int64)
     constant[1].bias.zero_()
     assert eq.smoothing.RobustConformal(constant, SIGMA).calibrate(x, y).predict(x, 0.1).all()  # all scores tie
-    few = eq.smoothing.RobustConformal(Line().eval(), SIGMA).calibrate(*examples(5, torch.Generator().manual_seed(3)))
+    few = eq.smoothing.RobustConformal(LINE, SIGMA).calibrate(*examples(5, torch.Generator().manual_seed(3)))
     assert few.predict(x, 0.5).all()
 
 
 def test_every_call_draws_anew():
     """An attack must not know the draw: nothing is repeated from call to call."""
     x, y = examples(400, torch.Generator().manual_seed(4))
-    sets = eq.smoothing.RobustConformal(Line().eval(), 2.0).calibrate(x, y)
+    sets = eq.smoothing.RobustConformal(LINE, 2.0).calibrate(x, y)
     assert (sets.predict(x, 0.0, 0.3) != sets.predict(x, 0.0, 0.3)).any()
 
 
 def test_refusals():
     x, y = examples(20, torch.Generator().manual_seed(5))
-    sets = eq.smoothing.RobustConformal(Line().eval(), SIGMA)
+    sets = eq.smoothing.RobustConformal(LINE, SIGMA)
     with pytest.raises(eq.InputError, match="call calibrate"):
         sets.predict(x, 0.1)
     with pytest.raises(eq.InputError, match="expected 20 integer labels from 0 to 1"):
@@ -96,7 +91,7 @@ def test_refusals():
     with pytest.raises(eq.InputError, match="calibrated on inputs of shape"):
         sets.predict(x[:, :2], 0.1)
     with pytest.raises(eq.Refused, match="training mode"):
-        eq.smoothing.RobustConformal(Line(), SIGMA).calibrate(x, y)
+        eq.smoothing.RobustConformal(HalfSpace(-1.0, 0.0, 0.0).train(), SIGMA).calibrate(x, y)
     images = (255 * torch.rand(20, 3)).round() / 255
     sets.calibrate(images, y)
     with pytest.raises(eq.Refused, match="grid of 8-bit images"):
@@ -105,7 +100,7 @@ def test_refusals():
 
 def test_counted_coverage_is_on_the_page():
     generator = torch.Generator().manual_seed(1)
-    sets = eq.smoothing.RobustConformal(Line().eval(), SIGMA).calibrate(*examples(200, generator))
+    sets = eq.smoothing.RobustConformal(LINE, SIGMA).calibrate(*examples(200, generator))
     x, y = examples(300, generator)
     moved = x.clone()
     moved[:, 0] -= 0.3 * (2.0 * y - 1.0)

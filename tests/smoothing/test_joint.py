@@ -56,11 +56,3 @@ def test_votes_for_the_class_help_and_votes_for_the_rival_hurt():
     assert (joint_radius(hits, rival + 1, n, seen, 1e-3) <= base + 1e-12).all()
     assert (joint_radius(hits, rival, n, seen, 1e-3, variation=1e-4) <= base + 1e-12).all()
     assert (joint_radius(hits, rival, n, seen, 1e-2) >= base).all()
-
-
-def test_odd_votes_certify_nothing():
-    counts = np.array([[0, 0, 5], [5, 0, 5], [0, 5, 5], [1, 0, 1], [3, 2, 5]], dtype=float)
-    for seen in ((5.0, 0.0, 5.0), (0.0, 0.0, 0.0), (1.0, 1.0, 2.0)):
-        same = tuple(np.full(5, v) for v in seen)
-        found = joint_radius(*counts.T, same, 1e-3)
-        assert (found == 0).all()

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from smoothing_laws import HalfSpace
 from torch import nn
 
 from equipoise.core import InputError, Refused
@@ -29,24 +30,20 @@ class Plane(nn.Module):
         return torch.stack([-score, score], 1)
 
 
-class Seen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self._drawn = []
-
-    def forward(self, x):
-        self._drawn.append(x.clone())
-        return torch.stack([x.flatten(1).sum(1), -x.flatten(1).sum(1)], 1)
-
-
-@pytest.mark.parametrize("noise", ["float", "grid"])
-def test_every_channel_has_its_own_level(noise):
-    net = Seen().eval()
+@pytest.mark.parametrize(
+    ("noise", "dtype"), [("float", torch.float32), ("float", torch.float64), ("grid", torch.float32)]
+)
+def test_every_channel_has_gaussian_noise_of_its_own_level(noise, dtype):
+    net, drawn = HalfSpace(*[1.0] * 48).eval(), []
+    net.register_forward_pre_hook(lambda _, args: drawn.append(args[0].clone()))
     smooth = SmoothedClassifier(net, LEVELS, 2, seed=0, noise=noise)
-    smooth.counts(torch.full((3, 4, 4), 128 / 255), 2000, input_id=0, stream=Stream.ESTIMATION)
-    _, _, *rest = net._drawn  # the first two calls ask whether rows see each other
+    smooth.counts(torch.full((3, 4, 4), 128 / 255, dtype=dtype), 2000, input_id=0, stream=Stream.ESTIMATION)
+    _, _, *rest = drawn  # the first two calls ask whether rows see each other
     drawn = torch.cat(rest) - 128 / 255
     assert drawn.std(dim=(0, 2, 3)).tolist() == pytest.approx(LEVELS, rel=0.02)
+    standard = drawn / torch.tensor(LEVELS)[:, None, None]
+    assert standard.mean().abs() < 0.015
+    assert (standard**4).mean() == pytest.approx(3, abs=0.1)
     if noise == "grid":
         assert (drawn * 255).sub((drawn * 255).round()).abs().max() < 1e-4
     flat = drawn.reshape(2000, -1)

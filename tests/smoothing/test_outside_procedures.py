@@ -1,7 +1,5 @@
 """A procedure from outside: one row behind an entry point, and the library, runs and the command line see it."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -19,24 +17,8 @@ ROW = Procedure("thirds", (Option(every_class, Split(2 / 3)),), True, False, "cl
 """
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A package with one module and one entry point, as pip would leave it."""
-
-    def make(name: str = "thirds", target: str = "outside_rows:ROW") -> None:
-        (tmp_path / "outside_rows.py").write_text(ROW)
-        folder = tmp_path / "outside-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[equipoise.procedures]\n{name} = {target}\n")
-
-    monkeypatch.syspath_prepend(tmp_path)
-    yield make
-    sys.modules.pop("outside_rows", None)
-
-
-def test_a_row_behind_an_entry_point_is_seen_everywhere(installed, monkeypatch):
-    installed()
+def test_a_row_behind_an_entry_point_is_seen_everywhere(install, monkeypatch):
+    install("outside_rows", ROW, "procedures", {"thirds": "ROW"})
     monkeypatch.delitem(PROCEDURES, "thirds", raising=False)
     assert find_procedure("thirds").summary == "class at two thirds of the risk"
     found = certify_counts([80, 15, 5], [800, 150, 50], 0.5, 0.01, "thirds")

@@ -1,6 +1,8 @@
 """A run that is stopped anywhere and started again gives the same bits; nothing half-written is ever left."""
 
+import contextlib
 import errno
+import itertools
 import os
 import random
 
@@ -97,27 +99,47 @@ def test_a_run_stops_when_its_time_is_over_and_goes_on(small, tmp_path, figures,
         assert same(weights(again), weights(whole))
 
 
+@contextlib.contextmanager
+def failing(monkeypatch, name, error, only=None):
+    """Calls of a function of `os` raise: all of them, or one by its number."""
+    real, numbers = getattr(os, name), itertools.count(1)
+
+    def call(*args, **options):
+        if only in (None, next(numbers)):
+            raise error
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{name}", call)
+        yield
+
+
 def test_a_crash_while_a_file_is_written_loses_nothing(small, tmp_path, monkeypatch, figures):
     recipe = small("checkpoint_steps=2")
     whole = run_recipe(recipe, tmp_path / "whole")
-    replace = os.replace
     for fatal in range(1, 12):  # the n-th rename never happens: as if the machine had gone
-        folder, count = tmp_path / f"crash{fatal}", 0
-
-        def dying(source, target, fatal=fatal):
-            nonlocal count
-            count += 1
-            if count == fatal:
-                raise Stop
-            replace(source, target)
-
-        monkeypatch.setattr("os.replace", dying)
-        with pytest.raises(Stop):
+        folder = tmp_path / f"crash{fatal}"
+        with failing(monkeypatch, "replace", Stop(), fatal), pytest.raises(Stop):
             run_recipe(recipe, folder)
-        monkeypatch.setattr("os.replace", replace)
         again = run_recipe(recipe, folder)
         assert figures(folder) == figures(tmp_path / "whole")
         assert same(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize("target", ["fsync", "replace"])
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_path, monkeypatch, target):
+    recipe = small()
+    with pytest.raises(Stop):
+        run_recipe(recipe, tmp_path / "run", progress=stop_at(7))
+    state = (tmp_path / "run" / STATE).read_bytes()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        failing(monkeypatch, target, full),
+        pytest.raises(InputError, match=r"cannot write .*: No space left on device"),
+    ):
+        run_recipe(recipe, tmp_path / "run")
+    assert (tmp_path / "run" / STATE).read_bytes() == state
+    assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
 
 
 def test_two_runs_in_one_folder_are_refused(small, tmp_path):
@@ -132,24 +154,6 @@ def test_two_runs_in_one_folder_are_refused(small, tmp_path):
 
     run_recipe(recipe, tmp_path / "run", progress=intrude)
     assert seen
-
-
-@pytest.mark.parametrize("target", ["fsync", "replace"])
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_path, monkeypatch, target):
-    recipe = small()
-    with pytest.raises(Stop):
-        run_recipe(recipe, tmp_path / "run", progress=stop_at(7))
-    state = (tmp_path / "run" / STATE).read_bytes()
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(f"os.{target}", full)
-    with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
-        run_recipe(recipe, tmp_path / "run")
-    monkeypatch.undo()
-    assert (tmp_path / "run" / STATE).read_bytes() == state
-    assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(small, tmp_path):

@@ -50,14 +50,6 @@ def test_before_and_after(plain, tmp_path):
     assert 0 < float(moved.detach()) < 0.9
 
 
-def test_the_command(equipoise, plain, tmp_path):
-    sets = [part for change in [*QUICK, "epochs=1"] for part in ("--set", change)]
-    where = ["--from", plain, "--data", "digits", "--run-dir", tmp_path / "r", "--method", "aol"]
-    done = equipoise("train", *where, "--json", *sets)
-    assert done.code == 0, done.err
-    assert done.json["after"]["bound"] <= 1.001
-
-
 def test_what_cannot_be_done_is_said(plain, tmp_path):
     (tmp_path / "net.pt2").write_bytes(b"anything")
     for source, data, words in (

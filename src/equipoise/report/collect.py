@@ -93,13 +93,13 @@ class ReportData:
     series: tuple[Series, ...] = ()
     attacks: tuple[Attacks, ...] = ()
     audits: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    sets: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
     runs: tuple[Mapping[str, Any], ...] = ()
     tested: Checked | None = None
     intro: str = ""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=versions)
     notes: tuple[str, ...] = ()
+    sets: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -182,11 +182,11 @@ def collect(
         tuple(series),
         tuple(attacks),
         {name: bound.to_dict() for name, bound in (audits or {}).items()},
-        sets or {},
         tuple(about),
         Checked(tried, tuple(broken)) if tried else None,
         intro,
         notes=tuple(remarks),
+        sets=sets or {},
     )
 
 

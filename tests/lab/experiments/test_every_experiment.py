@@ -37,27 +37,24 @@ def test_described(identifier: str):
 LONG = ("ad-text", "local-vs-pub", "local-tightness", "pub-ratio")
 
 
-@pytest.mark.parametrize("identifier", [pytest.param(i, marks=[pytest.mark.slow] * (i in LONG)) for i in IDENTIFIERS])
-def test_rehearsal_at_laptop_scale(identifier: str, tmp_path: Path):
-    rehearse(identifier, "laptop", tmp_path)
+REHEARSALS = [
+    pytest.param(identifier, scale, marks=[pytest.mark.slow] * (scale == "paper" or identifier in LONG))
+    for identifier in IDENTIFIERS
+    for scale in ("laptop", "paper")
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("identifier", IDENTIFIERS)
-def test_rehearsal_at_paper_scale(identifier: str, tmp_path: Path):
-    rehearse(identifier, "paper", tmp_path)
-
-
-def rehearse(identifier: str, scale: str, folder: Path) -> None:
+@pytest.mark.parametrize(("identifier", "scale"), REHEARSALS)
+def test_rehearsal(identifier: str, scale: str, tmp_path: Path):
     try:
-        outcome = reproduce(find(identifier), scale, Context(data=data(), dry=True), folder)
+        outcome = reproduce(find(identifier), scale, Context(data=data(), dry=True), tmp_path)
     except InputError as error:
         if "this experiment needs" not in str(error):
             raise
         pytest.skip(str(error))
     assert outcome.result is not None
     assert outcome.result.rows
-    assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.medium

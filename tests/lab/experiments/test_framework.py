@@ -14,7 +14,6 @@ from equipoise_lab.experiments.experiment import Precondition
 from equipoise_lab.experiments.figures import canvas, line
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise_lab.experiments.page import stored, summary
-from equipoise_lab.experiments.runner import plan
 
 pytestmark = pytest.mark.medium
 
@@ -60,17 +59,6 @@ def test_a_result_is_written_and_measured_again_only_for_other_settings(tmp_path
     assert len(counts) == 4
 
 
-def test_the_same_rows_make_the_same_files(tmp_path: Path):
-    from pyarrow import parquet
-
-    for name in ("a", "b"):
-        reproduce(experiment([]), "laptop", Context(), tmp_path / name)
-    for file in ("figure.svg", "figure.png"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    table = parquet.read_table(tmp_path / "a" / "rows.parquet").to_pylist()
-    assert table[4] == {"k": 4, "square": 16.0, "note": "a | b"}
-
-
 def test_a_dry_run_takes_two_steps_and_writes_nothing(tmp_path: Path):
     outcome = reproduce(experiment([]), "paper", Context(dry=True), tmp_path / "none")
     assert len(outcome.result.rows) == 2
@@ -96,7 +84,7 @@ def test_one_failure_does_not_lose_the_others(tmp_path: Path):
     assert [outcome.result is None for outcome in found] == [True, False]
     assert "needs x.npz" in found[0].failure
     page = summary(found)
-    for words in ("1 reproduced", "not run", "figure.svg"):
+    for words in ("1 reproduced", "not run", "figure.svg", "| count | `5` | `500` |", "threads"):
         assert words in page
 
 
@@ -150,6 +138,14 @@ def test_a_gain_is_judged_by_its_interval(mean, half, published, label):
     assert gain_label(Mean(mean, half, 5), published) is label
 
 
+def test_means_and_power():
+    assert mean_of([1.0, 2.0, 3.0, 4.0]).half == pytest.approx(2.054, abs=1e-3)
+    assert mean_of([1.0]).half == float("inf")
+    weak = power_of([0.0, 2.0, 4.0], 0.5)
+    assert weak.detectable > 0.5
+    assert weak.needed > 100
+
+
 def test_below_its_precondition_an_experiment_says_nothing():
     small = Precondition("baseline", 40.0, 57.0)
     for label in Label:
@@ -158,27 +154,3 @@ def test_below_its_precondition_an_experiment_says_nothing():
     assert combined([Label.OPEN, Label.REFUTED]) is Label.REFUTED
     assert combined([Label.REPRODUCED, Label.OPEN]) is Label.OPEN
     assert Precondition("baseline", 57.0, 57.0).apply(Verdict(Label.REFUTED, "1", "2")).label is Label.REFUTED
-
-
-def test_means_and_power():
-    assert mean_of([1.0, 2.0, 3.0, 4.0]).half == pytest.approx(2.054, abs=1e-3)
-    assert mean_of([1.0]).half == float("inf")
-    weak = power_of([0.0, 2.0, 4.0], 0.5)
-    assert weak.detectable > 0.5
-    assert weak.needed > 100
-    assert "seeds would do" in str(weak)
-    assert "enough" in str(power_of([1.9, 2.0, 2.1], 2.0))
-    assert "one seed" in str(power_of([1.0], 2.0))
-
-
-def test_parts_power_settings_and_hardware_are_on_the_page(tmp_path: Path):
-    parts = (Verdict(Label.REPRODUCED, "1", "1", "value"), Verdict(Label.OPEN, "2", "3", "speed"))
-    whole = replace(
-        experiment([]), judge=lambda rows: parts, power=lambda rows: power_of([1.0, 2.0], 1.0), place="Table 9.9"
-    )
-    outcome = reproduce(whole, "desk", Context(), tmp_path / whole.id)
-    page = summary([outcome])
-    for words in ("1 open", "speed: *open.*", "Table 9.9", "Power:", "| count | `5` | `500` |", "threads"):
-        assert words in page, words
-    assert results.read(whole, tmp_path / whole.id).machine["cores"]
-    assert "seeds" in plan([whole], "paper", 0, None, tmp_path)[0].power

@@ -34,18 +34,13 @@ EXPERIMENT = Experiment(
 
 
 @pytest.fixture
-def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package on the path that announces an experiment."""
-    (tmp_path / "outside_squares.py").write_text(MODULE)
-    folder = tmp_path / "outside_squares-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-squares\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("[equipoise.experiments]\noutside-squares = outside_squares:EXPERIMENT\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+def announce(install):
+    """Install a package that announces its experiment under a name."""
+    return lambda name: install("outside_squares", MODULE, "experiments", {name: "EXPERIMENT"})
 
 
-def test_another_package_adds_an_experiment_and_a_plan_says_what_would_run(outside: Path, equipoise, tmp_path: Path):
+def test_another_package_adds_an_experiment_and_a_plan_says_what_would_run(announce, equipoise, tmp_path: Path):
+    announce("outside-squares")
     assert list(catalogue())[-1] == "outside-squares"
     folder = tmp_path / "results"
     (planned,) = plan([find("outside-squares")], "laptop", 0, None, folder)
@@ -58,8 +53,7 @@ def test_another_package_adds_an_experiment_and_a_plan_says_what_would_run(outsi
 
 
 @pytest.mark.parametrize(("name", "look"), [("readouts", lambda: catalogue()), ("squares", lambda: find("squares"))])
-def test_a_taken_name_and_a_name_that_is_not_its_own_are_refused(outside: Path, name, look):
-    entries = outside / "outside_squares-1.0.dist-info" / "entry_points.txt"
-    entries.write_text(f"[equipoise.experiments]\n{name} = outside_squares:EXPERIMENT\n")
+def test_a_taken_name_and_a_name_that_is_not_its_own_are_refused(announce, name, look):
+    announce(name)
     with pytest.raises(InputError, match=name):
         look()

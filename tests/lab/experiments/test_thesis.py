@@ -15,7 +15,7 @@ from equipoise_lab.experiments import Context, Label, every, find
 from equipoise_lab.experiments.experiment import Cells
 from equipoise_lab.experiments.generalisation import reg_accuracy
 from equipoise_lab.experiments.networks import training_stability as stability
-from equipoise_lab.experiments.page import speed_rows, stored
+from equipoise_lab.experiments.page import stored
 from equipoise_lab.experiments.shared.training import run
 from equipoise_lab.models import build
 
@@ -82,12 +82,6 @@ def test_places_and_verdicts_are_listed(equipoise):
         assert {e.id for e in every([place])} == names
     (row,) = [row for row in equipoise("reproduce", "--list", "--json").json if row["place"] == "Table 4.1"]
     assert row["verdicts"]
-
-
-def test_speeds_of_a_device_are_rows_to_paste():
-    *_, row = speed_rows("cpu", ["conv-channels"])
-    assert row.startswith("| conv-channels | Figure 3.8 |  | ours ")
-    assert "in all on cpu |" in row
 
 
 def test_no_refutation_of_networks_at_chance_and_own_claims_apart():

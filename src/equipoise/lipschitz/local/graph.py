@@ -80,9 +80,9 @@ class Affine:
         zeros = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
         with torch.enable_grad():
             pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
-            found = torch.func.vmap(pull)(rows.reshape(-1, *self.shape))
+            found = torch.func.vmap(pull)(rows.reshape(len(rows), *self.shape))
         found = found if rows.requires_grad else tuple(t.detach() for t in found)
-        return tuple(t.reshape(len(rows), -1) for t in found)
+        return tuple(t.flatten(1) for t in found)
 
     @functools.cached_property
     def constant(self) -> Tensor:

@@ -219,6 +219,8 @@ def optimise(
                 break
             bounds = relaxed_bounds(ball, k, rows, relaxation)
             best = torch.maximum(best, bounds.detach())
+            if not bounds.requires_grad:
+                break  # no hinge before k is on the way to it
             optimizer.zero_grad()
             bounds.sum().neg().backward()
             optimizer.step()

@@ -1,0 +1,132 @@
+"""Numbers and networks that no certificate can be made of: one sentence each."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from smoothing_laws import HalfSpace
+from torch import nn
+
+from equipoise import smoothing as sm
+from equipoise.core import Bound, InputError, Kind, Refused
+
+MODEL = HalfSpace(1.0, 0.0, 0.0).eval()
+X, Z, Y = torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+HALVES = np.full((5, 2), 0.5)
+
+
+def smooth(model=MODEL, sigma=0.5, classes=2, **options):
+    return sm.SmoothedClassifier(model, sigma, classes, **options)
+
+
+class Answering(nn.Module):
+    """A model that answers with a function of the batch."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer, self.training = answer, False
+
+    def forward(self, x):
+        return self.answer(x)
+
+
+NO_LOGITS = [
+    lambda x: (x[:, :2],),
+    lambda x: x[:, :2].long(),
+    lambda x: x[:, :2] + 1j,
+    lambda x: x[:, 0],
+    lambda x: x[:-1, :2],
+    lambda x: None,
+]
+BAD = [
+    lambda: sm.clopper_pearson(5, 4, 0.05, "lower"),
+    lambda: sm.clopper_pearson(1.5, 4, 0.05, "lower"),
+    lambda: sm.clopper_pearson(-1, 4, 0.05),
+    lambda: sm.clopper_pearson(1, 0, 0.05),
+    lambda: sm.clopper_pearson(1, 4, 0.0),
+    lambda: sm.clopper_pearson(1, 4, 0.05, "left"),
+    lambda: sm.hoeffding(1.2, 10, 0.05),
+    lambda: sm.empirical_bernstein(0.5, -1.0, 10, 0.05),
+    lambda: sm.empirical_bernstein(0.5, 0.1, 1, 0.05),
+    lambda: sm.betting([0.5, 1.5], 0.05),
+    lambda: sm.betting(np.zeros((3, 0)), 0.05),
+    lambda: sm.betting([0.5], 1.0),
+    lambda: sm.radius_mono(1.1, 0.5),
+    lambda: sm.radius_mono(np.nan, 0.5),
+    lambda: sm.radius_mono(0.9, 0.0),
+    lambda: sm.radius_mono(0.99, 1e308),
+    lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, -1.0),
+    lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, np.array([-1.0])),
+    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 0.01, "voodoo"),
+    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 0.01, "lvm"),
+    lambda: sm.certify_counts([1, 2], [3, 4, 5], 0.5),
+    lambda: sm.certify_counts([1.5, 2], [3, 4], 0.5),
+    lambda: sm.certify_counts([1, 2], [3, -4], 0.5),
+    lambda: sm.certify_counts([1], [3], 0.5),
+    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 1.5),
+    lambda: sm.certify_counts([1, 2], [3, 4], -0.5),
+    lambda: sm.certify_counts([1, 2], [np.inf, 4], 0.5),
+    lambda: sm.certify_scores(np.full((5, 2), 0.6), HALVES, 0.5),
+    lambda: sm.certify_scores(HALVES, HALVES[:1], 0.5),
+    lambda: sm.certify_scores(HALVES, HALVES, 0.5, procedure="cohen"),
+    lambda: sm.certify_scores(HALVES, HALVES, 0.5, interval="guess"),
+    lambda: sm.margin_radius(Z[0], Y),
+    lambda: sm.margin_radius(Z, Y + 3),
+    lambda: sm.margin_radius(Z * math.nan, Y),
+    lambda: sm.margin_radius(Z, Y, [1.0, 1.0]),
+    lambda: sm.margin_radius(Z, Y, torch.ones(2, 2)),
+    lambda: sm.margin_radius(Z, Y, -torch.ones(3, 3)),
+    lambda: sm.margin_radius(Z, Y, weight=torch.zeros(4, 2)),
+    lambda: sm.certified_accuracy([0.1], [True, False]),
+    lambda: sm.certified_accuracy([], []),
+    lambda: sm.certified_accuracy([math.nan], [True]),
+    lambda: sm.certified_accuracy([0.1], [True], -1.0),
+    lambda: sm.SimplexMap("argmax"),
+    lambda: sm.SimplexMap("softmax", 0.0),
+    lambda: sm.SimplexMap("softmax", mass=-1.0),
+    lambda: sm.SimplexMap("softmax").component_lipschitz(1.0, 1),
+    lambda: sm.certify_adaptive(smooth(), X, target_radius=0.1, alpha=0.0),
+    lambda: sm.certify_adaptive(smooth(), X, target_radius=10.0),
+    lambda: sm.certify_adaptive(smooth(), X, target_radius=-1.0),
+    lambda: smooth(sigma=0.0),
+    lambda: smooth(classes=1),
+    lambda: smooth(classes=2.5),
+    lambda: smooth(nonfinite="ignore"),
+    lambda: smooth(classes=3).predict(X),
+    lambda: smooth().predict(X[0]),
+    lambda: smooth().predict(X, ids=[1, 2]),
+    lambda: smooth().predict(X.long()),
+    lambda: smooth().predict(X, n=0),
+    lambda: smooth().predict(X, n=1.5),
+    lambda: smooth().certify(X, procedure="cohen", lipschitz=1.0),
+    lambda: smooth().certify(X, map="best"),
+    *(lambda f=f: smooth(Answering(f)).predict(X) for f in NO_LOGITS),
+]
+
+
+def test_bad_input_is_refused():
+    for call in BAD:
+        with pytest.raises(InputError):
+            call()
+
+
+ESTIMATE, SOFT = Bound(1.0, Kind.ESTIMATE), sm.SimplexMap("softmax")
+#: what cannot be certified, and why
+UNSOUND = {
+    "an estimate for a margin": (lambda: sm.margin_radius(Z, Y, ESTIMATE), "estimate"),
+    "an estimate for a radius": (lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, ESTIMATE), "estimate"),
+    "a lower bound": (lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, Bound(1.0, Kind.LOWER)), "lower"),
+    "an estimate for scores": (lambda: SOFT.component_lipschitz(ESTIMATE, 10), "estimate"),
+    "scores where votes are counted": (
+        lambda: sm.certify_adaptive(smooth(map=SOFT), X, target_radius=0.1), "counts votes"),
+    "votes of scores": (lambda: smooth(map=SOFT).predict(X), "votes"),
+    "training mode": (lambda: smooth(nn.Sequential(nn.Linear(3, 2), nn.Dropout())).predict(X), "training mode"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_what_would_not_be_sound_is_refused(case):
+    call, words = UNSOUND[case]
+    with pytest.raises(Refused, match=words):
+        call()
