@@ -63,8 +63,6 @@ def test_blocks_are_found_and_left_out_only_with_a_reason():
     text = "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny = 1\n```\n```console\n$ z\n```\n"
     assert blocks(text) == [(3, "x = 1\n")]
     assert len(NOTEBOOKS) == 4
-    apart = "<!-- not run: a reason -->\ntext\n<!-- another comment -->\n```python\nx = 1\n```\n"
-    assert len(blocks(apart)) == 1  # the comment must stand right before the block
     with pytest.raises(AssertionError):
         blocks("<!-- not run: -->\n```python\nx = 1\n```\n")
 

@@ -6,11 +6,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import equipoise as eq
-from equipoise.attacks import pgd, smooth_pgd
+from equipoise.attacks import pgd
 from equipoise.checkpoints import load_factory, load_model, load_weights
 from equipoise.core import InputError, Refused
 from equipoise.data import load_dataset
-from equipoise.smoothing import SmoothedClassifier, clopper_pearson
 
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
 
@@ -42,12 +41,7 @@ CALLS = {
     "a network that raises": (lambda _: attack(model=raising), InputError, "failed with KeyError: 'inside"),
     "digit": (lambda _: load_dataset("digit"), InputError, "no 'digit'; did you mean 'digits'?"),
     "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must lie in 0 … 1"),
-    "float labels": (lambda _: attack(y=Y.double()), InputError, "class numbers, got a torch.float64"),
-    "list of labels": (lambda _: attack(y=[0, 1]), InputError, "labels must be a tensor of class numbers"),
-    "input shape": (lambda _: attack(torch.zeros(2, 3)), InputError, "the model on inputs of shape (2, 3) failed"),
     "no logits": (lambda _: attack(model=nn.Unflatten(1, (2, 2))), InputError, "expected logits of shape (2, classes)"),
-    "three epsilons": (lambda _: attack(epsilon=torch.ones(3)), InputError, "got a torch.float32 tensor of shape (3,)"),
-    "smoothed": (lambda _: smooth_pgd(SmoothedClassifier(net(), 0.1, 2), X[:, 1:], Y, 0.1), InputError, "shape (2, 3)"),
     "keyword misspelt": (
         lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
         "certify() got an unexpected keyword argument 'sed'; did you mean 'seed'?",
@@ -55,7 +49,6 @@ CALLS = {
     "data by name": (lambda f: eq.certify(net(), "digits", run_dir=f, sigma=1), InputError, "use eq.data.load_dataset("),
     "public name misspelt": (lambda _: eq.lipschitz_bond, AttributeError, "did you mean 'lipschitz_bound'?"),
     "nothing to decay": (lambda _: eq.regularizers.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),
-    "k above n": (lambda _: clopper_pearson(11, 10, 0.05), InputError, "0 ≤ k ≤ n, got k = 11 and n = 10"),
 }  # fmt: skip
 
 
@@ -68,7 +61,7 @@ def test_a_wrong_call_gets_its_sentence(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
-#: arguments of the command, where {f} is a folder with `model.pt2`, and a part of the sentence
+#: arguments of the command, where {f} is a folder with `model.pt2` and a weight, and a part of the sentence
 COMMANDS = [
     ("audit {f}/model.pt2 --input-shape 4", "model.pt2 has its own input shape: leave out --input-sh"),
     ("audit {f}/model.pt2 --chain dense", "closed, multipliers"),
@@ -77,12 +70,35 @@ COMMANDS = [
     ("reproduce dense-convergence --scale huge -o {f}/results", "--scale is 'laptop', 'desk', 'paper'; got 'huge'"),
     ("reproduce bound-factor -o {f}/r --device quantum", "the device 'quantum' cannot be used here"),
     ("demo --quick --out {f}/model.pt2/x", "cannot make"),
+    ("derive {f}/nowhere", "not a run directory"),
+    ("attack {f}/model.pt2", "not a run directory"),
+    ("certify {f}/model.pt2 --data digits --sigma 1 --shard 3/2", "such as 2/8"),
+    ("certify {f}/model.pt2 --data digits --sigma 1 --set sed=1", "did you mean 'seed'"),
+    ("certify {f}/model.pt2 --data digits --sigma 1 --set n0=x", "'n0' must"),
+    ("certify {f}/model.pt2 --data digits --sigma 1 --n 10000000000000000000", "'n' must"),
+    ("prove {f}/model.pt2 --data digits --norm l7", "norm"),
+    ("report", "name at least one run"),
+    ("report {f}/nowhere", "is not a run"),
+    ("report --audit nonsense", "neither a .pt2"),
+    ("report --audit equipoise.nn.models:mlp", "--input-shape"),
+    ("report --audit equipoise.nn.models:mlp --input-shape 7", "does not"),
+    ("report --audit {f}/model.pt2 -o {f}/report.pdf", "ends in .html"),
+    ("report --audit {f}/model.pt2 -o {f}/no/such/folder/a.html", "cannot write"),
+    ("norm {f}/w.safetensors --input-size 8,x", "input-size"),
+    ("norm {f}/w.safetensors --input-size 0", "input-size"),
+    ("norm {f}/w.safetensors --rtol 0", "rtol"),
+    ("norm {f}/w.safetensors --rtol nan", "rtol"),
+    ("selfcheck --device tpu", "cpu or cuda"),
+    ("selfcheck --device cuda:99", "sees here"),
+    ("selfcheck --minutes 0", "positive"),
+    ("selfcheck --minutes nan", "positive"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "words"), COMMANDS)
 def test_a_wrong_command_gets_its_sentence_and_nothing_else(equipoise, tmp_path, arguments, words):
     torch.export.save(torch.export.export(net(), (torch.zeros(1, 4),)), tmp_path / "model.pt2")
+    save_file({"w": torch.eye(3)}, tmp_path / "w.safetensors")
     before = sorted(tmp_path.rglob("*"))
     ran = equipoise(*(word.format(f=tmp_path) for word in arguments.split()))
     assert (ran.code, ran.out) == (2, "")

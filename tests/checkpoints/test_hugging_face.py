@@ -92,21 +92,19 @@ def sharded(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../x.safetensors"}}')
 
 
-TYPES = "image classifiers of the types"
+TYPES, LARGER = "image classifiers of the types", "far larger than its weights"
+KERNELS, WINDOW = ("_attn_implementation", "attn_implementation"), {"window_size": 10**3, "image_size": 2**12}
 CASES = {
     "code in the folder": (code, "asks for code in the folder"),
     "quantised": (changed(quantization_config={"quant_method": "bitsandbytes"}), "quantised weights"),
     "a type it does not know": (changed(model_type="no-such-model"), TYPES),
     "a text model": (changed(model_type="bert", architectures=["BertModel"]), TYPES),
     "another class": (changed(architectures=["os.system"]), TYPES),
-    "a huge model": (changed(hidden_sizes=[4, 2**15]), "far larger than its weights"),
-    "more layers than can be built": (changed(depths=[1, 10**5]), "far larger than its weights"),
+    "a huge model": (changed(hidden_sizes=[4, 2**15]), LARGER),
+    "more layers than can be built": (changed(depths=[1, 10**5]), LARGER),
     "timm inside transformers": (changed(model_type="timm_wrapper", architecture="hf-hub:a/b"), TYPES),
     "other shapes": (changed(hidden_sizes=[4, 16]), "do not fit the model"),
-    "kernels from the network": (
-        changed(_attn_implementation="someone/kernel", attn_implementation="someone/kernel"),
-        None,
-    ),
+    "kernels from the network": (changed(**dict.fromkeys(KERNELS, "someone/kernel")), None),
     "weights elsewhere": (changed(transformers_weights="../x.safetensors", _name_or_path="someone/else"), None),
     "pickled weights": (pickled, "pickled weights"),
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapters are not read"),
@@ -114,10 +112,7 @@ CASES = {
     "deep": (changed(hidden_sizes=[[[[[[4]]]]]]), "config.json"),
     "more classes than can be named": (changed(num_labels=10**9, id2label=None), "a number within"),
     "layers that Python counts": (changed(depths=[2 * 10**9, 1]), "a number within"),
-    "a window as large as a table": (
-        changed(model_type="swin", architectures=None, window_size=10**3, image_size=2**12),
-        "far larger than its weights",
-    ),
+    "a window as large as a table": (changed(model_type="swin", architectures=None, **WINDOW), LARGER),
 }
 
 

@@ -124,8 +124,6 @@ class Format:
 
     id: str
     write: Callable[[Path, np.ndarray, np.ndarray], str]
-    channels: tuple[int, ...] = (1, 3)
-    num_classes: int = 3
     files: bool = True
     needs: tuple[str, ...] = ()
     classes: bool = False
@@ -141,7 +139,7 @@ FORMATS = [
     Format("factory-map", write_map_factory, files=False),
     Format("factory-pictures", write_picture_factory, files=False, needs=("PIL",)),
 ]
-CASES = [(row, channels) for row in FORMATS for channels in row.channels]
+CASES = [(row, channels) for row in FORMATS for channels in (1, 3)]
 
 
 class Payload:

@@ -68,14 +68,6 @@ def wait(browser, script, seconds=60):
         time.sleep(0.05)
 
 
-def colours(png):
-    import io
-
-    from PIL import Image
-
-    return len(Image.open(io.BytesIO(png)).convert("RGB").getcolors(2**24))
-
-
 def background(browser):
     return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -85,7 +77,6 @@ def test_it_loads_and_draws(browser, pages):
         assert page.title == "net"
         curves = page.execute_script("return document.querySelectorAll('#curves-0 .scatterlayer .trace').length")
         assert curves == 7  # five procedures and two attacks
-        assert colours(page.get_screenshot_as_png()) > 50
         assert page.execute_script("return [...document.images].every((i) => i.complete && i.naturalWidth > 0)")
 
 
@@ -94,7 +85,7 @@ def column(page, table, k):
     return page.execute_script(script, table, k)
 
 
-def test_light_and_dark(browser, pages):
+def test_light_dark_and_on_paper(browser, pages):
     with opened(browser, pages["usual"], dark=True) as page:
         dark = background(page)
         page.execute_script("document.getElementById('theme').click();")
@@ -107,6 +98,10 @@ def test_light_and_dark(browser, pages):
         assert page.execute_script(ink) != bright  # the charts follow
     with opened(browser, pages["usual"]) as page:
         assert background(page) == light
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        assert background(page) == "rgb(255, 255, 255)"
+        assert page.execute_script("return getComputedStyle(document.getElementById('save-json')).display") == "none"
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 @pytest.mark.parametrize("name", ["usual", "hostile"])
@@ -166,13 +161,3 @@ def test_ten_thousand_inputs(browser, pages):
         assert float(column(page, "#inputs", 4)[0]) > max(radii)
         page.execute_script("document.getElementById('on').click();")
         assert page.execute_script("return document.getElementById('place').textContent").startswith("26–50")
-
-
-def test_paper_is_white_and_has_no_buttons(browser, pages):
-    with opened(browser, pages["usual"], dark=True) as page:
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-        assert background(page) == "rgb(255, 255, 255)"
-        assert page.execute_script("return getComputedStyle(document.getElementById('save-json')).display") == "none"
-        pdf = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
-        assert len(pdf) > 20_000
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

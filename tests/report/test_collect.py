@@ -151,23 +151,3 @@ def test_the_command_writes_a_page_and_prints_numbers(equipoise, folder, tmp_pat
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     assert "plotly.js" in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "name at least one run"),
-        (["nowhere"], "is not a run"),
-        (["--audit", "nonsense"], "neither a .pt2"),
-        (["--audit", "equipoise.nn.models:mlp"], "--input-shape"),
-        (["--audit", "equipoise.nn.models:mlp", "--input-shape", "7"], "does not"),
-        (["{votes}", "-o", "report.pdf"], "ends in .html"),
-        (["{votes}", "-o", "no/such/folder/a.html"], "cannot write"),
-    ],
-)
-def test_bad_input_gets_one_sentence(equipoise, folder, tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    ran = equipoise("report", *[a.format(votes=folder[0] / "votes") for a in arguments])
-    assert ran.code == 2
-    assert words in ran.err.replace("\n", " ")
-    assert list(tmp_path.iterdir()) == []

@@ -103,6 +103,8 @@ def test_another_derivation_says_so_and_costs_nothing(call, place):
     assert list(shown(text)) == [0.1, 0.2]
     assert "Derived again" in text
     call("derive", "sampled", "--procedure", "lvm", code=2)
+    call("export", "sampled", "table.xls", code=2)
+    call("predict", "sampled", "--data", "digits", "--n", 0, code=2)
     call("derive", "proved", "--alpha", 0.1, code=2)
 
 
@@ -113,34 +115,6 @@ def test_shards_merge_into_the_whole(call, place):
     document = json.loads(call("merge", "part1", "part2", "-o", "joint", "--json"))
     assert document["done"] == document["total"] == sum(open_run(f"part{k}").total for k in (1, 2))
     call("merge", "part1", "part1", "-o", "twice", code=2)
-
-
-def test_the_same_command_continues_and_another_is_refused(call, place):
-    common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12, "--run", "sampled")
-    call("certify", *common, "--sigma", 0.25, "--n", 300, "--set", "seed=0")
-    call("certify", *common, "--sigma", 0.5, "--n", 300, "--set", "seed=0", code=2)
-
-
-WRONG = {
-    "no run": (("derive", "nowhere"), "not a run directory"),
-    "a model for a run": (("attack", "net.pt2"), "not a run directory"),
-    "another file": (("export", "sampled", "table.xls"), "ends in .csv"),
-    "a shard": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--shard", "3/2"), "such as 2/8"),
-    "a setting": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "sed=1"), "did you mean 'seed'"),
-    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "'n0' must"),
-    "huge": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--n", 10**19), "'n' must"),
-    "no norm": (("prove", "net.pt2", "--data", "digits", "--norm", "l7"), "norm"),
-    "draws": (("predict", "sampled", "--data", "digits", "--n", 0), "must be positive"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_sentence(place, equipoise, case):
-    words, said = WRONG[case]
-    done = equipoise(*words)
-    assert done.code == 2, repr(done.error)
-    assert said in done.err
-    assert done.err.count("\n") == 1
 
 
 def test_a_single_epsilon_is_the_only_radius_asked_about(call, place):

@@ -51,6 +51,7 @@ class Act2(Act):
         return self.function(x) * self.slope + 0.0
 
 
+CONV = {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1}
 #: the same networks as `Act()`, and others
 VARIANTS = {
     "same": (Act, {}),
@@ -62,11 +63,8 @@ VARIANTS = {
     "with another argument": (Act, {"function": functools.partial(torch.clamp, min=1)}),
     "a configuration": (Act, {"table": types.SimpleNamespace(depth=2)}),
     "an object": (Act, {"table": [object()]}),  # never an address
-    "padding": (nn.Conv2d, {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1}),
-    "padding mode": (
-        nn.Conv2d,
-        {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1, "padding_mode": "circular"},
-    ),
+    "padding": (nn.Conv2d, CONV),
+    "padding mode": (nn.Conv2d, {**CONV, "padding_mode": "circular"}),
     "an approximation": (nn.GELU, {"approximate": "tanh"}),
     "none": (nn.GELU, {}),
     "a type": (nn.Linear, {"in_features": 2, "out_features": 2, "dtype": torch.float64}),

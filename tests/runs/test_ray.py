@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import runs_nets
-import runs_ray_nets
 import torch
 from runs_nets import table
 
@@ -51,7 +50,7 @@ def test_the_table_of_the_local_engine_and_a_cluster_that_stays(cluster, tmp_pat
 
 def test_killed_workers_change_nothing(cluster, tmp_path):
     """SIGKILL from inside, in the middle of an input: its inputs are done again by a fresh worker."""
-    model, data = runs_ray_nets.Mortal(tmp_path, deaths=1).eval(), runs_nets.data(12)
+    model, data = runs_nets.Mortal(tmp_path, deaths=1).eval(), runs_nets.data(12)
     run = certify(model, data, run_dir=tmp_path / "ray", **WORKERS, **SETTINGS)
     assert len(list(tmp_path.glob("death-*"))) == 1, "no worker was killed"
     assert table(run) == table(certify(model, data, run_dir=tmp_path / "local", **SETTINGS))
@@ -60,7 +59,7 @@ def test_killed_workers_change_nothing(cluster, tmp_path):
 def test_an_input_that_kills_every_worker_ends_the_run_with_a_sentence_and_loses_nothing(cluster, tmp_path):
     x, y = runs_nets.data(10)
     x[7, 0, 0, 0] = 5.0
-    model = runs_ray_nets.Poisoned().eval()
+    model = runs_nets.Poisoned().eval()
     with pytest.raises(InputError, match="what is stored is kept"):
         certify(model, (x, y), run_dir=tmp_path / "a", workers=1, **SETTINGS)
     assert 0 < len(open_run(tmp_path / "a").rows) < 10
@@ -79,7 +78,7 @@ def test_an_interruption_or_an_error_leaves_a_run_that_continues(cluster, tmp_pa
     run = certify(net, xy, run_dir=tmp_path / "a", workers=1, **SETTINGS)
     assert table(run) == table(certify(net, xy, run_dir=tmp_path / "local", **SETTINGS))
     with pytest.raises(InputError, match=r"^the model on input"):
-        certify(runs_ray_nets.Raising().eval(), xy, run_dir=tmp_path / "b", workers=1, **SETTINGS)
+        certify(runs_nets.Raising().eval(), xy, run_dir=tmp_path / "b", workers=1, **SETTINGS)
     assert open_run(tmp_path / "b").rows == []
 
 

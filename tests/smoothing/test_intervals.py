@@ -45,19 +45,16 @@ def test_clopper_pearson_large_and_extreme():
     assert up[0] == pytest.approx(1 - 1e-3 ** (1 / 100_000), rel=1e-9)
 
 
+#: mean and draws of bounded laws
 LAWS = {
-    "coin 0.9": lambda rng, s: (rng.random(s) < 0.9).astype(float),
-    "coin 0.02": lambda rng, s: (rng.random(s) < 0.02).astype(float),
-    "uniform": lambda rng, s: rng.random(s),
-    "beta(8, 1)": lambda rng, s: rng.beta(8, 1, s),
-    "beta(.1, .1)": lambda rng, s: rng.beta(0.1, 0.1, s),
-    "three atoms": lambda rng, s: rng.choice([0.0, 0.5, 1.0], p=[0.01, 0.09, 0.9], size=s),
-    "narrow": lambda rng, s: 0.7 + 0.01 * rng.random(s),
+    "coin 0.9": (0.9, lambda rng, s: (rng.random(s) < 0.9).astype(float)),
+    "coin 0.02": (0.02, lambda rng, s: (rng.random(s) < 0.02).astype(float)),
+    "uniform": (0.5, lambda rng, s: rng.random(s)),
+    "beta(8, 1)": (8 / 9, lambda rng, s: rng.beta(8, 1, s)),
+    "beta(.1, .1)": (0.5, lambda rng, s: rng.beta(0.1, 0.1, s)),
+    "three atoms": (0.945, lambda rng, s: rng.choice([0.0, 0.5, 1.0], p=[0.01, 0.09, 0.9], size=s)),
+    "narrow": (0.705, lambda rng, s: 0.7 + 0.01 * rng.random(s)),
 }
-MEANS = {
-    "coin 0.9": 0.9, "coin 0.02": 0.02, "uniform": 0.5, "beta(8, 1)": 8 / 9,
-    "beta(.1, .1)": 0.5, "three atoms": 0.945, "narrow": 0.705,
-}  # fmt: skip
 
 
 @pytest.mark.medium
@@ -65,7 +62,8 @@ MEANS = {
 def test_coverage_for_bounded_laws(law):
     rng = np.random.default_rng(len(law))
     reps, n, alpha = 4000, 80, 0.1
-    x = LAWS[law](rng, (reps, n))
+    truth, draw = LAWS[law]
+    x = draw(rng, (reps, n))
     mean, var = x.mean(axis=1), x.var(axis=1, ddof=1)
     bounds = {
         "hoeffding": [hoeffding(mean, n, alpha, s) for s in ("lower", "upper")],
@@ -73,8 +71,8 @@ def test_coverage_for_bounded_laws(law):
         "betting": [betting(x, alpha, s) for s in ("lower", "upper")],
     }
     for name, (low, up) in bounds.items():
-        assert not too_many(low > MEANS[law], alpha), name
-        assert not too_many(up < MEANS[law], alpha), name
+        assert not too_many(low > truth, alpha), name
+        assert not too_many(up < truth, alpha), name
 
 
 def test_the_gambler_is_never_too_lucky():
@@ -82,9 +80,10 @@ def test_the_gambler_is_never_too_lucky():
     rng = np.random.default_rng(5)
     reps, n, alpha = 4000, 300, 0.1
     for law in ("coin 0.9", "beta(.1, .1)", "three atoms"):
-        x = LAWS[law](rng, (reps, n))
+        truth, draw = LAWS[law]
+        x = draw(rng, (reps, n))
         goal = np.full((reps, 1), np.log(1 / alpha))
-        rich = wealth(x, bet_sizes(x, goal), np.full((reps, 1), MEANS[law])).max(axis=1) >= np.log(1 / alpha)
+        rich = wealth(x, bet_sizes(x, goal), np.full((reps, 1), truth)).max(axis=1) >= np.log(1 / alpha)
         assert not too_many(rich, alpha)
         assert rich.mean() > alpha / 10, "and the bets are not idle"
 

@@ -90,6 +90,12 @@ BAD = [
     lambda: sm.certify_adaptive(smooth(), X, target_radius=10.0),
     lambda: sm.certify_adaptive(smooth(), X, target_radius=-1.0),
     lambda: smooth(sigma=0.0),
+    lambda: smooth(sigma=[0.5, torch.ones(2)]),
+    lambda: smooth(sigma=[[0.5], [0.25]]),
+    lambda: smooth(sigma=[]),
+    lambda: smooth(sigma=[0.5, -0.1]),
+    lambda: smooth(sigma=[0.5, math.nan]),
+    lambda: smooth(sigma="0.5x"),
     lambda: smooth(classes=1),
     lambda: smooth(classes=2.5),
     lambda: smooth(nonfinite="ignore"),
@@ -121,6 +127,9 @@ UNSOUND = {
     "scores where votes are counted": (
         lambda: sm.certify_adaptive(smooth(map=SOFT), X, target_radius=0.1), "counts votes"),
     "votes of scores": (lambda: smooth(map=SOFT).predict(X), "votes"),
+    "noise that depends on the input": (lambda: smooth(sigma=lambda x: 0.5), "depends on the input"),
+    "a level per pixel": (lambda: smooth(sigma=torch.full((5,), 0.5)), "one number per channel"),
+    "a tensor of levels": (lambda: smooth(sigma=torch.full((1, 3, 1, 1), 0.5)), "no radius is certified"),
     "training mode": (lambda: smooth(nn.Sequential(nn.Linear(3, 2), nn.Dropout())).predict(X), "training mode"),
 }  # fmt: skip
 

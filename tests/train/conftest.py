@@ -8,8 +8,8 @@ MLP = "equipoise.nn.models:mlp"
 
 
 @pytest.fixture(scope="session")
-def make_small():
-    """A recipe of seconds: `make_small("optimizer.lr=0.1", noise={...})`."""
+def small():
+    """A recipe of seconds: `small("optimizer.lr=0.1", noise={...})`."""
 
     def make(*overrides, **parts):
         base = {
@@ -25,17 +25,11 @@ def make_small():
 
 
 @pytest.fixture
-def small(make_small):
-    """The same under a short name."""
-    return make_small
+def figures():
+    """The rows of metrics.jsonl in a folder without the clock and the checksum of it."""
 
+    def read(folder):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k not in ("seconds", "check")} for row in rows]
 
-def figures(folder):
-    """The rows of metrics.jsonl without the clock and the checksum of it."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "check")} for row in rows]
-
-
-@pytest.fixture(name="figures")
-def _figures():
-    return figures
+    return read

@@ -88,28 +88,28 @@ RESNET = {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}}
 
 
 @pytest.fixture(scope="module")
-def small(make_small):
+def recipes(small):
     """Every recipe that is run on two processes, by name."""
     return {
-        **{kind: make_small("model.arguments.dropout=0", "epochs=2", **parts) for kind, parts in KINDS.items()},
-        "statistics": make_small("metrics.bound=false", "data.test_limit=null", "epochs=1", model=RESNET),
-        "resumed": make_small("checkpoint_steps=2", "epochs=2", "metrics.bound=false"),  # dropout: own states
-        "other": make_small("epochs=2", "metrics.bound=false"),
+        **{kind: small("model.arguments.dropout=0", "epochs=2", **parts) for kind, parts in KINDS.items()},
+        "statistics": small("metrics.bound=false", "data.test_limit=null", "epochs=1", model=RESNET),
+        "resumed": small("checkpoint_steps=2", "epochs=2", "metrics.bound=false"),  # dropout: own states
+        "other": small("epochs=2", "metrics.bound=false"),
     }
 
 
 @pytest.fixture(scope="module")
-def pair(small, tmp_path_factory):
+def pair(recipes, tmp_path_factory):
     """The folder with one run per recipe, by two processes, and what each process printed."""
     folder = tmp_path_factory.mktemp("pair")
-    run_recipe(read_recipe(small["other"].to_dict(), ["epochs=1"]), folder / "other")  # in the way of the last one
-    lines = launch([(recipe, folder / name) for name, recipe in small.items()])
-    return folder, [dict(zip(small, each, strict=True)) for each in lines]
+    run_recipe(read_recipe(recipes["other"].to_dict(), ["epochs=1"]), folder / "other")  # in the way of the last one
+    lines = launch([(recipe, folder / name) for name, recipe in recipes.items()])
+    return folder, [dict(zip(recipes, each, strict=True)) for each in lines]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_give_the_result_of_one(small, pair, tmp_path, figures, kind):
-    run_recipe(small[kind], tmp_path / "one")
+def test_two_processes_give_the_result_of_one(recipes, pair, tmp_path, figures, kind):
+    run_recipe(recipes[kind], tmp_path / "one")
     folder, (first, second) = pair
     assert first[kind] == second[kind]  # both processes know the same figures
     assert first[kind].startswith("done:")
@@ -134,9 +134,9 @@ def test_two_processes_measure_the_network_that_is_kept(pair, figures):
     assert figures(folder)[-1]["accuracy"] == pytest.approx(right)
 
 
-def test_two_processes_resume_exactly(small, pair, tmp_path, figures):
-    launch([(small["resumed"], tmp_path)], stop=7)
-    launch([(small["resumed"], tmp_path)])
+def test_two_processes_resume_exactly(recipes, pair, tmp_path, figures):
+    launch([(recipes["resumed"], tmp_path)], stop=7)
+    launch([(recipes["resumed"], tmp_path)])
     whole = pair[0] / "resumed"
     assert figures(whole) == figures(tmp_path)
     one, two = load_file(whole / "model.safetensors"), load_file(tmp_path / "model.safetensors")

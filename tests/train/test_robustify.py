@@ -25,9 +25,9 @@ QUICK = [
 
 
 @pytest.fixture(scope="module")
-def plain(make_small, tmp_path_factory):
+def plain(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "mlp"
-    recipe = make_small("epochs=8", "optimizer.lr=0.3", "data.limit=320")
+    recipe = small("epochs=8", "optimizer.lr=0.3", "data.limit=320")
     run_recipe(recipe, folder)
     return folder
 

@@ -99,9 +99,7 @@ def test_no_refutation_of_networks_at_chance_and_own_claims_apart():
 def test_the_empirical_constant_is_a_mean_of_maxima_and_rivals_are_on_trained_networks():
     local, ratio = (stored([find(name)], COMMITTED)[0].result for name in ("local-vs-pub", "pub-ratio"))
     assert all(row["local"] < row["largest"] for row in local.rows)
-    text = ratio.verdict.measured
-    assert text.count("(trained)") == text.count("(random weights)") == 2
-    assert all(text.count(rival) == 4 for rival in ("gram", "sedghi", "singla", "araujo"))
+    assert ratio.verdict.measured.count("(trained)") == ratio.verdict.measured.count("(random weights)") == 2
 
 
 def test_trainings_of_a_sibling_are_taken_from_its_result(tmp_path):
