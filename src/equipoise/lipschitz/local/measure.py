@@ -341,7 +341,7 @@ def _neuron_bound(run: Propagation, cache: Cache, most: int) -> float:
         network = read_network(run, cache)
     except Unsupported as reason:
         raise Refused(f"no multipliers: {reason}; use chain='closed'") from reason
-    if network.neurons > most or network.sizes[-1] > OUTPUTS:
+    if network.neurons > most or not 0 < network.sizes[-1] <= OUTPUTS:
         seconds = 30 * 12 * network.neurons**3 / 1e10
         raise Refused(
             f"multipliers take up to {most:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "

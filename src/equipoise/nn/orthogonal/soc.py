@@ -63,7 +63,7 @@ def exponential_series(angle: float, terms: int) -> tuple[float, ...]:
                 coefficients[m] += b * t * (-1) ** ((n - m) // 2) / angle**m
     # a little below 1, in numbers of single precision: the layer is the same function in float32 and in float64
     largest = largest_modulus(tuple(coefficients), MARGIN * angle) * (1 + 2.0**-22)
-    return tuple(np.float32(np.array(coefficients) / largest).tolist())
+    return tuple(float(np.float32(c / largest)) for c in coefficients)
 
 
 def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
