@@ -72,7 +72,7 @@ def test_the_bound_of_the_graph_is_the_product_of_the_blocks():
             if isinstance(inner, L2Attention)
             else float(spectral_norm(inner[1]).upper) * float(spectral_norm(inner[3]).upper)
         )
-        product *= block.fixed + (1 - block.fixed) * own
+        product *= block.alpha + (1 - block.alpha) * own
     product *= float(spectral_norm(model.body[-1]).upper)
     assert report.product == pytest.approx(product, rel=1e-2)
     assert report.upper <= 20.0

@@ -136,7 +136,7 @@ BAD = {
     "effort": (lambda: eq.certified_radius(NET, ONE, effort="more"), "effort"),
     "one class": (lambda: eq.certified_radius(nn.Sequential(nn.Linear(2, 1)), ONE), "classes"),
     "complete without a radius": (lambda: eq.certified_radius(NET, ONE, complete=True), "epsilon"),
-    **{f"labels {n}": (lambda y=y: eq.certified_radius(NET, ONE, y), "labels must be") for n, y in LABELS.items()},
+    **{f"labels {n}": (lambda y=y: eq.certified_radius(NET, ONE, y), "labels") for n, y in LABELS.items()},
     **{f"radius {r}": (lambda r=r: eq.local_lipschitz(NET, ONE, r), "radius") for r in (math.inf, -1.0, True)},
     **{
         f"{name} {value}": (lambda name=name, value=value: eq.lipschitz_bound(NET, ONE, **{name: value}), name)

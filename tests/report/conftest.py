@@ -21,6 +21,15 @@ def series(n=40, model="net", run="run", procedure="cpm", seed=0, ids=None, **se
     return Series(model, run, procedure, names, results, **settings)
 
 
+def certified(radii, prediction=0, answer=0, procedure="cpm", run="r", **settings):
+    """A curve of inputs of class 0 with these radii, predictions and answers."""
+    radii = np.array(radii)
+    labels = np.zeros(len(radii), int)
+    failed, ids = labels.astype(bool), tuple(map(str, range(len(radii))))
+    results = Results(labels, labels + answer, labels + prediction, radii, failed, "", procedure)
+    return Series("m", run, procedure, ids, results, **settings)
+
+
 def bound(name="conv1", layers=4):
     rows = [
         {
@@ -58,4 +67,4 @@ def whole(n=40, text="net"):
 @pytest.fixture(scope="session")
 def report_parts():
     """Builders of report data."""
-    return SimpleNamespace(hostile=HOSTILE, series=series, whole=whole, bound=bound)
+    return SimpleNamespace(hostile=HOSTILE, series=series, whole=whole, bound=bound, certified=certified)

@@ -5,17 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.report import Attacks, Series, figures
-from equipoise.runs import Results
+from equipoise.report import Attacks, figures
 
 RADII = st.lists(st.floats(0, 5, allow_subnormal=False), min_size=1, max_size=60)
-
-
-def certified(radii, procedure="cpm", run="r"):
-    n = len(radii)
-    zeros = np.zeros(n, int)
-    results = Results(zeros, zeros, zeros, np.array(radii), zeros.astype(bool), "", procedure)
-    return Series("m", run, procedure, tuple(map(str, range(n))), results)
 
 
 def drawn(x, y, at, first):
@@ -26,9 +18,9 @@ def drawn(x, y, at, first):
 
 
 @settings(max_examples=60, deadline=None)
-@given(RADII, st.integers(2, 20), st.lists(st.floats(0, 6), min_size=1, max_size=30))
-def test_a_thinned_curve_never_shows_more_than_was_certified(radii, points, levels):
-    s = certified(radii)
+@given(radii=RADII, points=st.integers(2, 20), levels=st.lists(st.floats(0, 6), min_size=1, max_size=30))
+def test_a_thinned_curve_never_shows_more_than_was_certified(report_parts, radii, points, levels):
+    s = report_parts.certified(radii)
     old, figures.POINTS = figures.POINTS, points
     try:
         x, y = figures.certified_curve(s, 7.0)
@@ -52,8 +44,10 @@ def test_curves_of_ten_thousand_inputs_are_short(report_parts):
     assert len(figure["data"][0]["x"]) <= figures.POINTS + 2
 
 
-def test_no_two_curves_look_alike():
-    several = [certified([1.0], p, r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")]
+def test_no_two_curves_look_alike(report_parts):
+    several = [
+        report_parts.certified([1.0], procedure=p, run=r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")
+    ]
     traces = figures.curves(several, [], 2.0)["data"]
     assert len({(t["line"]["color"], t["line"]["dash"]) for t in traces}) == len(several)
     assert len({t["name"] for t in traces}) == len(several)

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from markupsafe import escape
 
-from equipoise.report import Attacks, Checked, ReportData, Series, figures, render
-from equipoise.runs import Results
+from equipoise.report import Attacks, Checked, ReportData, figures, render
 
 PLOTLY = "window.Plotly = null;"
 
@@ -35,10 +34,8 @@ def test_marks_of_the_template_in_data_are_not_filled_in():
 
 
 def test_right_answers_without_a_proof_are_a_status_of_their_own(report_parts):
-    zeros = np.zeros(3, int)
-    answer, prediction = np.array([0, 0, 1]), np.array([0, -1, -1])
-    results = Results(zeros, answer, prediction, np.array([0.5, 0.0, 0.0]), zeros.astype(bool), "", "deterministic")
-    s = Series("net", "run", "deterministic", ("0", "1", "2"), results, rivals=(1, 1, 0), methods=("margin", "", ""))
+    details = {"procedure": "deterministic", "rivals": (1, 1, 0), "methods": ("margin", "", "")}
+    s = report_parts.certified([0.5, 0.0, 0.0], [0, -1, -1], [0, 0, 1], **details)
     page = render(ReportData("t", (s,)), PLOTLY)
     assert "1 wrong, 1 right, nothing proved, 1 proved" in page
     assert payload(page)["series"][0]["status"] == ["proved", "right, nothing proved", "wrong"]
@@ -46,9 +43,7 @@ def test_right_answers_without_a_proof_are_a_status_of_their_own(report_parts):
 
 
 def test_hover_texts_round_towards_safety(report_parts):
-    zeros = np.zeros(3, int)
-    results = Results(zeros, zeros, np.array([0, 0, -1]), np.array([0.123456, 0.3, 0]), zeros.astype(bool), "", "p")
-    s = Series("net", "run", "p", ("0", "1", "2"), results)
+    s = report_parts.certified([0.123456, 0.3, 0], [0, 0, -1])
     texts = figures.curves([s], [], 1.0)["data"][0]["customdata"]
     assert "ε = 0.1234<br>at least 66.6 % certified" in texts
     attacks = Attacks("net", "run", "base", ("0", "1", "2"), np.array([0.123456, np.inf, np.inf]))

@@ -10,6 +10,7 @@ from smoothing_laws import HalfSpace
 from torch import nn
 
 import equipoise as eq
+from equipoise import report
 
 SIGMA, ALPHA = 0.5, 0.2
 LINE = HalfSpace(-1.0, 0.0, 0.0, scale=4.0).eval()  # told apart by the first coordinate: its worst attack is known
@@ -95,3 +96,17 @@ def test_refusals():
     sets.calibrate(images, y)
     with pytest.raises(eq.Refused, match="grid of 8-bit images"):
         sets.predict(images + 1e-3, 0.1)
+
+
+def test_counted_coverage_is_on_the_page():
+    generator = torch.Generator().manual_seed(1)
+    sets = eq.smoothing.RobustConformal(LINE, SIGMA).calibrate(*examples(200, generator))
+    x, y = examples(300, generator)
+    moved = x.clone()
+    moved[:, 0] -= 0.3 * (2.0 * y - 1.0)
+    (row,) = sets.coverage(x, y, {0.3: moved}, ALPHA)
+    assert row["covered"] > row["attacked"] >= 1 - ALPHA - 0.1
+    assert 0 < row["size"] <= 2
+    page = report.render(report.collect([], sets={"line": [row]}), plotly="")
+    assert "Prediction sets" in page
+    assert f"{row['size']:.2f}" in page

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from math import factorial
 
 import numpy as np
 import pytest
+from scipy.stats import multinomial
 from smoothing_laws import too_many
 
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
@@ -43,11 +43,6 @@ def outcomes(n: int) -> np.ndarray:
     return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)])
 
 
-def probabilities(counts: np.ndarray, p: np.ndarray) -> np.ndarray:
-    ways = [factorial(int(c.sum())) / np.prod([factorial(int(v)) for v in c]) for c in counts]
-    return np.array(ways) * np.prod(p[None, :] ** counts, axis=1)
-
-
 def exact_risk(certify: Certify, n0: int, n: int, alpha: float) -> float:
     """The largest probability of a wrong certificate over a grid of laws on three classes."""
     first, second = outcomes(n0), outcomes(n)
@@ -58,7 +53,7 @@ def exact_risk(certify: Certify, n0: int, n: int, alpha: float) -> float:
         if a + b <= 1 + 1e-12:
             p = np.array([a, b, max(1 - a - b, 0.0)])
             wrong = radius > truth(p)[selected] * (1 + 1e-12)
-            weights = probabilities(first, p)[pairs[:, 0]] * probabilities(second, p)[pairs[:, 1]]
+            weights = multinomial.pmf(first, n0, p)[pairs[:, 0]] * multinomial.pmf(second, n, p)[pairs[:, 1]]
             worst = max(worst, float(weights[wrong].sum()))
     return worst
 

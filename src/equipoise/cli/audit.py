@@ -27,9 +27,9 @@ def audit(
     chain: Annotated[
         str,
         typer.Option(
-            help="closed: the dense layers at the end together; multipliers: the whole network, up to 3,000 neurons"
+            help="closed: the dense layers at the end together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
         ),
-    ] = "closed",
+    ] = "auto",
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -12,8 +12,7 @@ from equipoise.core.bounds import format_up
 from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import capture
-from equipoise.lipschitz.chains import chain_total
-from equipoise.lipschitz.local.measure import whole_bound
+from equipoise.lipschitz.local.measure import ChainMethod, whole_bound
 from equipoise.lipschitz.operations import Constant, Copy, Scaled, Sum
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
@@ -23,8 +22,6 @@ from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
 
-ChainMethod = Literal["closed", "multipliers"]
-
 
 def lipschitz_bound(
     model: nn.Module | ExportedProgram,
@@ -32,7 +29,7 @@ def lipschitz_bound(
     *,
     ball: float | None = None,
     rtol: float = 1e-3,
-    chain: ChainMethod = "closed",
+    chain: ChainMethod = "auto",
     batch_dim: int | None = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -47,9 +44,9 @@ def lipschitz_bound(
         example_input: a float tensor with a batch dimension, or a tuple of them; only its shape and dtype matter.
         ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
         rtol: relative gap to reach for every operator norm; 0.05 is enough for a first audit, and faster.
-        chain: `closed` bounds the dense layers at the end together, in closed form. `multipliers` bounds the whole network by
-            one multiplier per neuron (LipSDP, without a solver): any graph that is affine up to pointwise activations and
-            max pooling, up to 3,000 neurons; refused by name beyond.
+        chain: `multipliers` bounds the whole network by one multiplier per neuron (LipSDP, without a solver): any graph that is
+            affine up to pointwise activations and max pooling, up to 3,000 neurons; refused by name beyond. `closed` bounds the
+            dense layers at the end together, in closed form. `auto` takes multipliers up to 500 neurons, about a second.
         batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
             the input as a whole. A network whose samples depend on each other along it is refused.
         progress: called with (done, total) before every operation of the network.
@@ -78,15 +75,8 @@ def lipschitz_bound(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
     run = propagate(program, ball, rtol, progress=progress)
-    together = chain_total(run)
-    if chain == "multipliers":
-        multipliers = whole_bound(run, Cache(rtol))
-        together = multipliers if together is None else min(multipliers, together)
-    totals = {
-        "product": run.product,
-        "fused": run.fused,
-        "chain": math.inf if together is None else together,
-    }
+    together = whole_bound(run, Cache(rtol), chain)
+    totals = {"product": run.product, "fused": run.fused, "chain": together}
     method = min(totals, key=lambda name: totals[name])
     claims = (
         f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"

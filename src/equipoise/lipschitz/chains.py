@@ -164,10 +164,10 @@ def verified_inverse(Y: Tensor) -> Inverse | None:
     return (X, inflate(x * r / (1 - r))) if r < 0.5 else None
 
 
-def chain_total(run: Propagation) -> float | None:
-    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; None where it does not."""
+def chain_total(run: Propagation) -> float:
+    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; infinite where it does not."""
     if len(run.program.outputs) != 1:
-        return None
+        return math.inf
     layers: list[Matrix] = []
     slopes: list[tuple[float, float]] = []  # of the activation after every layer
     start = run.program.outputs[0]
@@ -180,12 +180,12 @@ def chain_total(run: Propagation) -> float | None:
         slopes.insert(0, curve)
         start = facts.base
     if len(layers) < 2 or max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
-        return None
+        return math.inf
 
     with torch.no_grad(), full_precision():
         closed = _closed_form(layers, slopes[:-1])
     last = log_up(max(map(abs, slopes[-1])))
-    return None if closed is None else log_product(closed, run.facts[start].fused, last)
+    return math.inf if closed is None else log_product(closed, run.facts[start].fused, last)
 
 
 def _activation(run: Propagation, node: fx.Node) -> tuple[tuple[float, float], fx.Node]:

@@ -33,7 +33,7 @@ from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.measure import LocalBound, evaluate
-from equipoise.lipschitz.local.slopes import relaxed_bounds, tighten, usual_slopes
+from equipoise.lipschitz.local.slopes import relaxed_bounds, tight_bounds, usual_slopes
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 
@@ -236,7 +236,7 @@ def _check(
             radius or 1.0,
             "linf" if radius is None else "l2",
             widths=widths if radius is None else None,
-            tighten=None if halved else tighten,
+            bounds=None if halved else (lower_bounds, tight_bounds),
             deadline=deadline,
         )
         if ball is None:

@@ -115,7 +115,7 @@ class Lipschitz(Described):
         constant: k.
         module: f.
 
-    >>> from torch import nn
+    >>> import torch
     >>> f = nn.Sequential(nn.Flatten(), nn.ReLU())
     >>> Lipschitz(3.0, f)(torch.ones(1, 2))
     tensor([[3., 3.]])
@@ -164,6 +164,7 @@ class ConvexResidual(Described):
         module: f.
         alpha: weight of the identity.
 
+    >>> import torch
     >>> ConvexResidual(nn.ReLU(), 0.25)(torch.tensor([[-4.0, 4.0]]))
     tensor([[-1.,  4.]])
     """
@@ -206,6 +207,7 @@ class Mirrored(nn.Module):
 
     Guarantee: the constant of f, in both modes.
 
+    >>> import torch
     >>> Mirrored(nn.Flatten()).eval()(torch.tensor([[[[1.0, 3.0]]]]))
     tensor([[2., 2.]])
     """

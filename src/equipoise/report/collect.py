@@ -84,7 +84,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything one report shows; `audits` are bounds by the name of their network, as `Report.to_dict` gives them."""
+    """Everything one report shows; `audits` and `sets` are by the name of their network.
+
+    Audits are what `Report.to_dict` gives, sets the rows of `RobustConformal.coverage`.
+    """
 
     title: str
     series: tuple[Series, ...] = ()
@@ -96,6 +99,7 @@ class ReportData:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=versions)
     notes: tuple[str, ...] = ()
+    sets: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -110,6 +114,7 @@ def collect(
     title: str = "Certified robustness",
     intro: str = "",
     audits: Mapping[str, Report] | None = None,
+    sets: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
     notes: Iterable[str] = (),
 ) -> ReportData:
     """Read run directories and certification logs into the data of one report.
@@ -121,6 +126,7 @@ def collect(
         title: of the page.
         intro: its first paragraph.
         audits: bounds of networks, by name.
+        sets: coverage of conformal sets, by name: what `RobustConformal.coverage` measured.
         notes: further sentences about what is not guaranteed.
     """
     paths = [Path(folder) for folder in folders]
@@ -180,6 +186,7 @@ def collect(
         Checked(tried, tuple(broken)) if tried else None,
         intro,
         notes=tuple(remarks),
+        sets=sets or {},
     )
 
 
@@ -320,5 +327,6 @@ def as_document(data: ReportData) -> dict[str, Any]:
             for a in data.attacks
         ],
         "audits": [{"model": name, **bound} for name, bound in data.audits.items()],
+        "sets": data.sets,
         "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

@@ -22,6 +22,7 @@ Reference: after RCP1, randomized smoothing with one sample for robust conformal
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -120,6 +121,30 @@ class RobustConformal:
                 f"calibrated on inputs of shape {tuple(self.shape)}, got {tuple(x.shape[1:])}"
             )
         return self._draw(x, Stream.PREDICTION) <= threshold
+
+    def coverage(
+        self, x: Tensor, y: Tensor, attacked: Mapping[float, Tensor], alpha: float = 0.1
+    ) -> list[dict[str, float]]:
+        """How often the sets of labelled examples hold their label, as they are and attacked: estimates, for a report.
+
+        Args:
+            x: clean test inputs.
+            y: their labels.
+            attacked: for every radius r, these inputs moved by at most r, for instance by `attacks.smooth_pgd`.
+            alpha: share of sets that may miss the label.
+
+        Returns:
+            A row per radius, as `report.collect(sets=…)` takes them.
+        """
+        rows = []
+        own = np.arange(len(x)), y.cpu().numpy()
+        for radius, moved in attacked.items():
+            clean = self.predict(x, radius, alpha)
+            row = {"radius": radius, "alpha": alpha, "examples": len(x)}
+            row |= {"size": float(clean.sum(1).mean()), "covered": float(clean[own].mean())}
+            row["attacked"] = float(self.predict(moved, radius, alpha)[own].mean())
+            rows.append(row)
+        return rows
 
     def _draw(self, x: Tensor, stream: Stream) -> Floats:
         """Scores (N, classes) from draws that nobody has seen: an attack must not know them."""

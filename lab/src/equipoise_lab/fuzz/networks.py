@@ -73,7 +73,7 @@ class Verdict:
 
 def questions(program: Program, rng: random.Random) -> Iterator[Question]:
     """The bounds to ask of a program: global with its totals, in ℓ1 or ℓ∞, and local at two efforts and radii."""
-    chain = rng.choice(("closed",) * 12 + ("multipliers",) * 2)
+    chain = rng.choice(("closed",) * 8 + ("auto",) * 6)
     settings = f"ball={program.ball}, rtol={rng.choice((1e-3, 1e-3, 0.05))}, chain={chain!r}"
     for total in ("upper", "product", "fused"):
         yield Question(f"lipschitz_bound(network, example, {settings}).{total}", "l2", program.ball)

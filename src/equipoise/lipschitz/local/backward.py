@@ -36,6 +36,10 @@ _TINY = 1e-290  # more than underflow can take off: a difference that vanishes i
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
 
 Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
+#: middle and half-width of every activation's secant slopes
+Slopes = dict[int, tuple[Tensor, Tensor]]
+#: lower bounds of rows of a node on a ball
+Bounds = Callable[["Ball", int, Tensor], Tensor]
 
 
 @dataclass
@@ -119,11 +123,9 @@ def enclose_ball(
     radius: float,
     norm: Norm = "l2",
     *,
-    most_rows: int | None = None,
-    inner: Ball | None = None,
+    bounds: Sequence[Bounds] | None = None,
     deadline: float = math.inf,
     known: Mapping[int, float] | None = None,
-    tighten: Callable[[Ball, int], None] | None = None,
     widths: Tensor | None = None,
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
@@ -133,33 +135,31 @@ def enclose_ball(
         x: the centre, one input of any shape.
         radius: of the ball.
         norm: of the ball.
-        most_rows: a layer with more open neurons than this is left unrefined.
-        inner: a smaller ball around the same point: its centre is taken over.
+        bounds: functions that refine the intervals of activations, one after the other; by default `lower_bounds`.
         deadline: of `time.process_time()`; after it intervals are left as they are.
         known: local Lipschitz bounds of nodes from elsewhere, by index.
-        tighten: `tighten(ball, k)` may shrink the interval of pre-activation k further.
         widths: of a box, its half-width per coordinate, in place of the radius.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm, widths=widths)
+    bounds = (lower_bounds,) if bounds is None else bounds
     read = {node.source for node in network.activations.values()}
     for k, node in enumerate(network.nodes):
         if node is None:
             _enter(ball)
         elif isinstance(node, Affine):
-            _affine(ball, node, inner)
+            _affine(ball, node)
         else:
-            _activation(ball, node, k, inner)
+            _activation(ball, node, k)
         if known is not None and known.get(k, math.inf) < ball.total[k]:
             ball.total[k] = known[k]
             ball.lip[k] = ball.lip[k].clamp_max(known[k])
         if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
             return None
         if k in read:
-            _refine(ball, k, most_rows, deadline)
             if time.process_time() < deadline:
                 _sharpen(ball, k)
-                if tighten is not None:
-                    tighten(ball, k)
+            for bound in bounds:
+                _refine(ball, k, bound, deadline)
     return ball
 
 
@@ -170,24 +170,15 @@ def _enter(ball: Ball) -> None:
     ball.add(ball.x, zero, ball.x - wide, ball.x + wide, one, 1.0, None)
 
 
-def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
-    k, g = len(ball.low), 2 * node.gamma + gamma(math.prod(node.shape) + 1024, torch.float64)
+def _affine(ball: Ball, node: Affine) -> None:
+    g = 2 * node.gamma + gamma(math.prod(node.shape) + 1024, torch.float64)
     ends = [(ball.low[s], ball.high[s]) for s in node.sources]
     sizes = [ball.size(s) for s in node.sources]
     spread = node.forward(sizes, offset=True, magnitude=True) * (g * _WIDER) + 1e-300
-    if inner is None:
-        centre = node.forward([ball.centre[s] for s in node.sources], offset=True)
-        slip = node.forward([ball.slip[s] for s in node.sources], magnitude=True) * _WIDER
-        slip = (
-            slip
-            + g
-            * node.forward(
-                [ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True
-            )
-            + 1e-300
-        )
-    else:
-        centre, slip = inner.centre[k], inner.slip[k]
+    centre = node.forward([ball.centre[s] for s in node.sources], offset=True)
+    own = node.forward([ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True)
+    slip = node.forward([ball.slip[s] for s in node.sources], magnitude=True) * _WIDER
+    slip = slip + g * own + 1e-300
     middle = node.forward([(a + b) / 2 for a, b in ends], offset=True)
     half = node.forward([(b - a) / 2 for a, b in ends], magnitude=True) * _WIDER + 2 * spread
     lip, total = _differences(ball, node)
@@ -212,40 +203,35 @@ def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
     return lip.clamp_max(total), total
 
 
-def whole_space(network: Network, x: Tensor) -> Ball:
-    """Differences alone, for all inputs: `lip` and `total` of every node; nothing is known of values.
-
-    Args:
-        network: the network.
-        x: any input; the bounds do not depend on it.
-    """
-    ball = Ball(network, x.detach().double().flatten(), math.inf)
-    for node in network.nodes:
+def whole_space(network: Network) -> tuple[Ball, Slopes]:
+    """Differences alone, for all inputs: `lip` and `total` of every node, and the slopes that activations have anywhere."""
+    ball = Ball(network, torch.zeros(network.sizes[0], dtype=torch.float64), math.inf)
+    slopes: Slopes = {}
+    for k, node in enumerate(network.nodes):
         if node is None:
             lip, total = torch.ones_like(ball.x), 1.0
         elif isinstance(node, Affine):
             lip, total = _differences(ball, node)
         else:
-            steep = max(abs(v) for v in node.curve.slopes)
+            low, high = node.curve.slopes
+            steep, middle = max(abs(low), abs(high)), (low + high) / 2
             lip = inflate(steep * ball.lip[node.source]) + _TINY
             total = inflate(steep * ball.total[node.source]) + _TINY
+            one = torch.ones_like(lip)
+            slopes[k] = middle * one, inflate(max(high - middle, middle - low) * one)
         ball.lip.append(lip)
         ball.total.append(total)
-        ball.low.append(torch.full_like(lip, -math.inf))
-    return ball
+    return ball, slopes
 
 
-def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> None:
+def _activation(ball: Ball, node: Activation, k: int) -> None:
     curve, s = node.curve, node.source
     low, high = ball.low[s], ball.high[s]
     lines = curve.lines(low, high)
     least, most = lines.range(low, high)
     steep = max(abs(v) for v in curve.slopes)
-    if inner is None:
-        centre = curve.value(ball.centre[s])
-        slip = inflate(steep * ball.slip[s]) + curve.noise(ball.centre[s])
-    else:
-        centre, slip = inner.centre[k], inner.slip[k]
+    centre = curve.value(ball.centre[s])
+    slip = inflate(steep * ball.slip[s]) + curve.noise(ball.centre[s])
     if isinstance(curve, Hinge) and curve.slopes[0] >= 0:
         ends = curve.value(low), curve.value(high)
         least, most = ends[0] - 4 * _U * ends[0].abs(), ends[1] + 4 * _U * ends[1].abs()
@@ -264,20 +250,20 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
     ball.add(centre, slip, least, most, lip, total, spread)
 
 
-def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
+def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
     """Tighten the interval of node k, for the entries whose activation is not known to be linear."""
     low, high = ball.low[k], ball.high[k]
     readers = [node.curve for node in ball.network.activations.values() if node.source == k]
     hinges = all(isinstance(curve, Hinge) for curve in readers)
     wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
-    if not len(wanted) or (most_rows is not None and len(wanted) > most_rows):
+    if not len(wanted):
         return
     largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
         if time.process_time() > deadline:
             break
         unit = one_hot(part, ball.network.sizes[k]).double()
-        ball.narrow(k, part, lower_bounds(ball, k, torch.cat([unit, -unit])))
+        ball.narrow(k, part, bounds(ball, k, torch.cat([unit, -unit])))
 
 
 def _sharpen(ball: Ball, k: int) -> None:
@@ -304,9 +290,6 @@ def _sharpen(ball: Ball, k: int) -> None:
     ball.total[k] = min(
         ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER)
     )
-
-
-Slopes = dict[int, tuple[Tensor, Tensor]]
 
 
 def slope_ranges(
@@ -344,7 +327,7 @@ def difference_spread(ball: Ball, slopes: Slopes) -> list[Tensor | None]:
         slopes: of its activations, as `slope_ranges` gives them.
     """
     found: list[Tensor | None] = []
-    for k, node in enumerate(ball.network.nodes[: len(ball.low)]):
+    for k, node in enumerate(ball.network.nodes[: len(ball.lip)]):
         if node is None:
             found.append(None)
         elif isinstance(node, Affine):
@@ -466,7 +449,7 @@ def walk(
         error = error + A.abs() @ cost
         if isinstance(node, Affine):
             if offset:
-                constant = constant + A @ node.offset()
+                constant = constant + A @ node.constant
             moved = zip(node.sources, node.adjoint(A), strict=True)
         else:
             passed, more = through(i, A)

@@ -153,7 +153,6 @@ class Branching:
     rows: Tensor
     offset: Tensor
     deadline: float = math.inf
-    visited: int = 0
     repeated: int = 0
     broken: Tensor | None = None
 
@@ -202,7 +201,6 @@ class Branching:
         ball, start = self._ball(parts)
         last, index = len(ball.network.nodes) - 1, parts["row", 0]
         rows, offset = self.rows[index], self.offset[index]
-        self.visited += len(index)
         bounds, relaxation = optimise(
             ball, last, rows, start, steps=steps, rate=rate, enough=offset, deadline=self.deadline
         )

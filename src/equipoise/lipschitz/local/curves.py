@@ -66,10 +66,8 @@ class Hinge:
         return torch.where(z > 0, self.right * z, self.left * z)
 
     def noise(self, z: Tensor) -> Tensor:
-        """No rounding at slopes 0, 1 and −1, one rounding else."""
-        both = torch.cat([self.left.flatten(), self.right.flatten()]).abs()
-        plain = bool(((both == 0) | (both == 1)).all())
-        return torch.zeros_like(z) if plain else 2 * _U * self.value(z).abs() + 1e-300
+        """One rounding."""
+        return 2 * _U * self.value(z).abs() + 1e-300
 
     def lines(self, low: Tensor, high: Tensor) -> Lines:
         """The chord above; below, the steeper side where it reaches further, else the flatter one (both pass 0).
@@ -155,29 +153,22 @@ class Sampled:
         points, h = self._grid(low, high)
         values, tangents = self.function(points), self._slopes(points[:: POINTS // 2])
         chord = (values[-1] - values[0]) / (high - low).clamp_min(1e-300)
-        chord = torch.where(high > low, chord, tangents[1]).clamp(*self.slopes)
-        noise = _EVALUATION * (values.abs() + points.abs()).amax(0) + 1e-300
+        chord = torch.where(high > low, chord, tangents[1])
+        slopes = torch.stack([chord, *tangents]).clamp(*self.slopes)
         least, most = self._derivatives(points, h)
-        middle = (low + high) / 2
-        best: list[tuple[Tensor, Tensor, Tensor]] = []
-        for sign in (1.0, -1.0):
-            chosen = (
-                torch.zeros_like(low),
-                torch.zeros_like(low),
-                torch.full_like(low, -torch.inf),
-            )
-            for slope in (chord, *tangents.clamp(*self.slopes)):
-                bend = torch.maximum((least - slope).abs(), (most - slope).abs()) * h / 2
-                if self.curvature < torch.inf:
-                    bend = torch.minimum(bend, self.curvature * h.square() / 8)
-                rough = noise + 8 * _U * slope.abs() * points.abs().amax(0)
-                offset = (sign * (values - slope * points)).amin(0) - bend * (1 + 1e-9) - rough
-                quality = sign * slope * middle + offset
-                better = quality > chosen[2]
-                new = (slope, offset, quality)
-                chosen = tuple(torch.where(better, a, b) for a, b in zip(new, chosen, strict=True))  # type: ignore[assignment]
-            best.append(chosen)
-        return Lines(best[0][0], best[0][1], best[1][0], -best[1][1])
+        bend = torch.maximum((least - slopes).abs(), (most - slopes).abs()) * h / 2
+        if self.curvature < torch.inf:
+            bend = torch.minimum(bend, self.curvature * h.square() / 8)
+        noise = _EVALUATION * (values.abs() + points.abs()).amax(0) + 1e-300
+        slack = bend * (1 + 1e-9) + noise + 8 * _U * slopes.abs() * points.abs().amax(0)
+
+        rest = values - slopes[:, None] * points
+        below, above = rest.amin(1) - slack, rest.amax(1) + slack
+        middle = slopes * (low + high) / 2
+        lower = (middle + below).argmax(0, keepdim=True)
+        upper = (middle + above).argmin(0, keepdim=True)
+        chosen = ((slopes, lower), (below, lower), (slopes, upper), (above, upper))
+        return Lines(*(values.gather(0, index)[0] for values, index in chosen))
 
     def _derivatives(self, points: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """Range of φ' between the first and the last point."""

@@ -8,7 +8,7 @@ not fit is named in `Unsupported`.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -53,7 +53,6 @@ class Affine:
     rows: Tensor | None = field(default=None, repr=False)
     matrices: tuple[Tensor, ...] | None = field(default=None, repr=False)
     root: bool = False
-    constant: Tensor | None = field(default=None, repr=False)
 
     def forward(
         self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False
@@ -81,17 +80,15 @@ class Affine:
         zeros = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
         with torch.enable_grad():
             pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
-            found = torch.func.vmap(pull)(rows.reshape(-1, *self.shape))
+            found = torch.func.vmap(pull)(rows.reshape(len(rows), *self.shape))
         found = found if rows.requires_grad else tuple(t.detach() for t in found)
-        return tuple(t.reshape(len(rows), -1) for t in found)
+        return tuple(t.flatten(1) for t in found)
 
-    def offset(self) -> Tensor:
-        """b, computed once."""
-        if self.constant is None:
-            self.constant = self.forward(
-                [torch.zeros(s, dtype=torch.float64) for s in self.shapes], offset=True
-            )
-        return self.constant
+    @functools.cached_property
+    def constant(self) -> Tensor:
+        """b."""
+        zeros = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
+        return self.forward(zeros, offset=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,40 +171,15 @@ def read_network(run: Propagation, cache: Cache) -> Network:
     source = program.inputs[0]
     builder.index[source] = builder.add(None, tuple(source.meta["val"].shape))
 
+    # an activation may be several nodes, of which one rule reads the first and answers for the last
+    needed = set(program.outputs)
+    for node in reversed(program.nodes):
+        if node in needed:
+            needed.update(signal.node for signal, _ in run.steps[node].gains)
     for node in program.nodes:
-        _read(builder, run.call(node, cache), run.steps[node])
-    out = builder.index[program.outputs[0]]
-    kept = _ancestors(builder.nodes, out)
-    place = {old: new for new, old in enumerate(kept)}
-    nodes = tuple(_renumbered(builder.nodes[k], place) for k in kept)
-    places = {node: place[k] for node, k in builder.index.items() if k in place}
-    return Network(nodes, tuple(math.prod(builder.shapes[k]) for k in kept), places)
-
-
-def _ancestors(nodes: Sequence[Affine | Activation | None], out: int) -> list[int]:
-    needed, todo = {0, out}, [out]
-    while todo:
-        for k in _sources(nodes[todo.pop()]):
-            if k not in needed:
-                needed.add(k)
-                todo.append(k)
-    return sorted(needed)
-
-
-def _sources(node: Affine | Activation | None) -> tuple[int, ...]:
-    if node is None:
-        return ()
-    return node.sources if isinstance(node, Affine) else (node.source,)
-
-
-def _renumbered(
-    node: Affine | Activation | None, place: dict[int, int]
-) -> Affine | Activation | None:
-    if isinstance(node, Activation):
-        return Activation(place[node.source], node.curve)
-    if node is None:
-        return None
-    return replace(node, sources=tuple(place[k] for k in node.sources))
+        if node in needed:
+            _read(builder, run.call(node, cache), run.steps[node])
+    return Network(tuple(builder.nodes), tuple(map(math.prod, builder.shapes)), builder.index)
 
 
 def _read(builder: _Builder, call: Call, step: Step) -> None:

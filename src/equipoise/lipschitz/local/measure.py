@@ -50,12 +50,15 @@ from equipoise.norms import spectral_norm
 from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "multipliers"]
+ChainMethod = Literal["auto", "closed", "multipliers"]
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 400
 #: most switching neurons on a ball, and on the whole space, where all may switch: a factorisation takes n³/3 operations and
 #: some 60·n² bytes
 MOST, WHOLE = 6000, 3000
+#: neurons up to which the whole space has multipliers unasked: about a second
+AFFORDABLE = 500
 #: more outputs than this would need too many backward passes
 OUTPUTS = 1024
 
@@ -166,6 +169,11 @@ class LocalBound:
             engine.rounding = Rounding(run, cache)
         return engine
 
+    @functools.cached_property
+    def whole(self) -> float:
+        """Logarithm of a bound on the whole space."""
+        return whole_bound(self.run, self.cache)
+
     def say(self, text: str) -> None:
         """Add a note, once."""
         if text not in self.notes:
@@ -183,9 +191,8 @@ class LocalBound:
         if not any(self.run.facts[o].signal.numel for o in outputs):
             return 0.0
         boxes = enclose(self.run, x, radius, self.cache)
-        chain = chain_total(self.run)
         layered = log_root(boxes[o].log for o in outputs)
-        best = exp_up(min(layered, self.run.fused, math.inf if chain is None else chain))
+        best = exp_up(min(layered, self.run.fused, self.whole))
         return (
             best
             if self.network is None
@@ -210,7 +217,7 @@ class LocalBound:
         deadline = math.inf if self.seconds is None else began + self.seconds
         known = {k: exp_up(boxes[node].log) for node, k in network.places.items() if node in boxes}
         ball = enclose_ball(
-            network, x, radius, most_rows=None if exact else 0, deadline=deadline, known=known
+            network, x, radius, bounds=None if exact else (), deadline=deadline, known=known
         )
         if ball is None:
             self.say("boxes only: values beyond the floats")
@@ -253,15 +260,11 @@ def evaluate(
         values, errors = [], []
         for sample in x:
             enclosure = enclose(run, sample[None], 1e-300, cache)
-            boxes = [enclosure[output] for output in run.program.outputs]
-            # where boxes know nothing, the values of a plain pass in float64, without a bound of their rounding
-            plain = (
-                run_program(run.program, [sample[None].double()], exact=True)
-                if any(b.mid is None for b in boxes)
-                else []
-            )
-            for index, box in enumerate(boxes):
-                values.append((plain[index] if box.mid is None else box.mid).double().flatten())
+            plain = run_program(run.program, [sample[None].double()], exact=True)
+            for output, value in zip(run.program.outputs, plain, strict=True):
+                box = enclosure[output]
+                # where boxes know nothing, a plain pass without a bound of its rounding
+                values.append((value if box.mid is None else box.mid).double().flatten())
                 errors.append(torch.full_like(values[-1], math.inf if box.mid is None else box.rho))
     return torch.cat(values).reshape(len(x), -1), torch.cat(errors).reshape(len(x), -1)
 
@@ -308,41 +311,45 @@ def _norm(G: Tensor) -> float:
     return float(spectral_norm(G, rtol=1e-6).upper) if bool(G.any()) else 0.0
 
 
-def whole_bound(run: Propagation, cache: Cache) -> float:
-    """Logarithm of a proved constant on the whole space; refused, with the reason, where there is none.
+def whole_bound(run: Propagation, cache: Cache, chain: ChainMethod = "auto") -> float:
+    """Logarithm of a proved constant on the whole space, from several layers together; infinite where there is none.
 
-    LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`,
-    `|v| ≤ |δz|`, one multiplier per neuron (see `multipliers`). Guarantee: as `lipschitz_bound`, for all inputs.
+    Guarantee: as `lipschitz_bound`, for all inputs.
 
     Args:
         run: of the network.
         cache: of operator norms.
+        chain: as for `lipschitz_bound`.
+
+    Raises:
+        Refused: `chain` is `multipliers`, and there are none for this network.
+    """
+    best = chain_total(run)
+    if chain == "multipliers":
+        return min(best, _neuron_bound(run, cache, WHOLE))
+    if chain == "auto":
+        with contextlib.suppress(Refused):
+            best = min(best, _neuron_bound(run, cache, AFFORDABLE))
+    return best
+
+
+def _neuron_bound(run: Propagation, cache: Cache, most: int) -> float:
+    """LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`,
+    `|v| ≤ |δz|`, one multiplier per neuron (see `multipliers`).
     """
     try:
         network = read_network(run, cache)
     except Unsupported as reason:
         raise Refused(f"no multipliers: {reason}; use chain='closed'") from reason
-    if network.neurons > WHOLE or network.sizes[-1] > OUTPUTS:
+    if network.neurons > most or not 0 < network.sizes[-1] <= OUTPUTS:
         seconds = 30 * 12 * network.neurons**3 / 1e10
         raise Refused(
-            f"multipliers take up to {WHOLE:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "
+            f"multipliers take up to {most:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "
             f"{network.sizes[-1]:,} (some {seconds:,.0f} s and {60 * network.neurons**2 / 1e9:,.1f} GB); use chain='closed'"
         )
     with torch.no_grad(), full_precision():
-        ball = whole_space(network, torch.zeros(network.sizes[0], dtype=torch.float64))
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
-        found = best_multipliers(reduced_maps(ball, everywhere(network), outputs))
+        found = best_multipliers(reduced_maps(*whole_space(network), outputs))
     if found is None:
         raise Refused("the bound by multipliers could not be proved in float64; use chain='closed'")
     return log_up(found.bound)
-
-
-def everywhere(network: Network) -> Slopes:
-    """Middle and half-width of the slopes that every activation has anywhere."""
-    found: Slopes = {}
-    for k, node in network.activations.items():
-        low, high = node.curve.slopes
-        size = torch.ones(network.sizes[k], dtype=torch.float64)
-        middle = (low + high) / 2
-        found[k] = middle * size, inflate(max(high - middle, middle - low) * size)
-    return found

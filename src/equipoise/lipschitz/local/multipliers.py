@@ -42,8 +42,8 @@ _U = 2.0**-53
 _NOISE = 1e8
 #: relative gap of τ at which Newton's method stops
 GAP = 1e-3
-#: ρ over the problem's size at the start, with multipliers given and without; its growth; Newton's decrement λ² at which it grows
-WARM, COLD, GROWTH, NEAR = 0.15, 0.1, 6.0, 1.0
+#: ρ over the problem's size at the start; its growth; Newton's decrement λ² at which it grows
+FIRST, GROWTH, NEAR = 0.1, 6.0, 1.0
 #: steps begin at this share of 1/(1 + λ), which keeps them in the cone most of the time
 AHEAD = 1.4
 
@@ -150,6 +150,18 @@ class _Problem:
     n: int
     p: int
 
+    @classmethod
+    def of(cls, maps: Reduced) -> _Problem:
+        """The problem of some maps; rounding errors keep multipliers away from 0."""
+        n, p = maps.switching, len(maps.slack) - maps.switching
+        K = maps.C @ maps.C.mT
+        K.diagonal().add_((_NOISE * maps.slack).square())
+        return cls(K, maps.D, (*maps.counts, p), n, p)
+
+    def is_finite(self) -> bool:
+        """Whether all numbers are."""
+        return bool(torch.isfinite(self.K).all() & torch.isfinite(self.D).all())
+
     def scales(self, theta: Tensor) -> Tensor:
         """`diag(s, τ)`."""
         return torch.cat([theta[: self.n], theta[self.n].expand(self.p)])
@@ -171,7 +183,6 @@ class _Problem:
 def best_multipliers(
     maps: Reduced,
     *,
-    start: Tensor | None = None,
     steps: int = 200,
     gap: float = GAP,
     enough: float = 0.0,
@@ -181,31 +192,21 @@ def best_multipliers(
 
     Args:
         maps: of the network on a ball.
-        start: multipliers to begin with, one per neuron; taken where they are feasible.
         steps: of Newton's method at most.
         gap: relative gap of `τ = L²` at which to stop.
         enough: stop as soon as the constant is below this.
         deadline: of `time.process_time()`; the best so far is proved when it is reached.
     """
-    n, p = maps.switching, len(maps.slack) - maps.switching
-    K = maps.C @ maps.C.mT
-    K.diagonal().add_((_NOISE * maps.slack).square())
-    if not bool(torch.isfinite(K).all() & torch.isfinite(maps.D).all()):
-        return None
-    problem = _Problem(K, maps.D, (*maps.counts, p), n, p)
-    warm = _warm(problem, start)
-    point = warm or _cold(problem)
+    problem = _Problem.of(maps)
+    point = _cold(problem) if problem.is_finite() else None
     if point is None:
         return None
-    points, taken = (
-        _descend(problem, point, WARM if warm else COLD, steps, gap, enough, deadline)
-        if n
-        else ([point], 0)
-    )
-    for point in reversed(points):  # the last is the best, but the closest to the edge of the cone
-        found = _proved(maps, problem, point, taken)
-        if found is not None:
-            return found
+    points, taken = _descend(problem, point, steps, gap, enough, deadline)
+    for theta in reversed(points):  # the last is the best, but the closest to the edge of the cone
+        s = theta[: problem.n]
+        bound = constant_by(maps, s)
+        if bound < math.inf:
+            return Multipliers(bound, s, taken)
     return None
 
 
@@ -241,39 +242,6 @@ def _cold(problem: _Problem, factor: float = 4.0) -> _Point | None:
     return problem.at(torch.cat([s[:n], s[n : n + 1]]))
 
 
-def _warm(problem: _Problem, start: Tensor | None) -> _Point | None:
-    """The given multipliers, with τ large enough for them; None where they are not feasible."""
-    n = problem.n
-    if start is None or len(start) != n or n == 0:
-        return None
-    theta = torch.cat([start, torch.ones(1, dtype=torch.float64)])
-    inner = _Problem(problem.K[:n, :n], problem.D[:n], problem.counts[:-1], n, 0)
-    for growth in (1.0, 1.02, 1.1, 1.5):
-        s = start * growth
-        found = inner.at(torch.cat([s, s[:1]]))
-        if found is not None:
-            top = least_tau(problem, s, found.factor)
-            theta = torch.cat([s, s.new_tensor([1.2 * top])])
-            return problem.at(theta)
-    return None
-
-
-def least_tau(problem: _Problem, s: Tensor, factor: Tensor) -> float:
-    """`λ_max(JJᵀ + GSGᵀ + M N⁻¹ Mᵀ)`, the least τ for these multipliers (not proved); `factor` is that of the scaled N.
-
-    Args:
-        problem: the neurons and the outputs.
-        s: multipliers, one per neuron.
-        factor: lower Cholesky factor, of which the rows and columns of the neurons are read.
-    """
-    n = problem.n
-    G = problem.D[n:]
-    cross = (problem.K[n:, :n] + (G * s) @ problem.D[:n].mT) * s.rsqrt()
-    Y = torch.linalg.solve_triangular(factor[:n, :n], cross.mT, upper=False)
-    E = problem.K[n:, n:] + (G * s) @ G.mT + Y.mT @ Y
-    return float(torch.linalg.eigvalsh(E)[-1])
-
-
 def _derivatives(problem: _Problem, point: _Point) -> tuple[Tensor, Tensor]:
     """Gradient and Hessian of `−log det P` by `log theta`, without the share of `log theta` itself in the Hessian."""
     n = problem.n
@@ -304,60 +272,25 @@ def _newton(g: Tensor, H: Tensor) -> Tensor:
     return -g / own
 
 
-def _centred(problem: _Problem, point: _Point, weight: float) -> tuple[_Point, float]:
-    """The same multipliers with the best τ for them, and the least τ they allow.
-
-    `Σ λ_i/(τ − λ_i) = ρ`, λ those of the outputs' Schur complement. A step that lands close to the edge of the cone would else
-    take dozens to come back. Only the last rows change.
-    """
-    n, p = problem.n, problem.p
-    own = -(point.factor[n:, n:] @ point.factor[n:, n:].mT)
-    own.diagonal().add_(1)
-    values = torch.linalg.eigvalsh(own).clamp_min(0)
-    tau, top = float(point.theta[n]), float(values[-1])
-    low, high = top * (1 + 1 / weight), top * (1 + p / weight)
-    for _ in range(40 if p > 1 else 0):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if float((values / (middle - values)).sum()) > weight else (low, middle)
-        )
-    if not 0 < high < math.inf:
-        return point, tau
-    rest = own / -high
-    rest.diagonal().add_(1)
-    last, info = torch.linalg.cholesky_ex(rest)
-    if int(info):
-        return point, tau
-    theta, factor, A = point.theta.clone(), point.factor.clone(), point.A.clone()
-    theta[n] *= high
-    factor[n:, :n] /= math.sqrt(high)
-    factor[n:, n:] = last
-    A[n:] /= math.sqrt(high)
-    return _Point(theta, factor, A), top * tau
-
-
 def _descend(
-    problem: _Problem,
-    point: _Point,
-    weight: float,
-    steps: int,
-    gap: float,
-    enough: float,
-    deadline: float,
-) -> tuple[list[_Point], int]:
+    problem: _Problem, point: _Point, steps: int, gap: float, enough: float, deadline: float
+) -> tuple[list[Tensor], int]:
     """Newton's method on `ρ·log τ − log det(I − RRᵀ)` in log theta, ρ growing whenever a step lands near its minimum.
 
-    Returns the best point of every ρ, the best of all last.
+    Returns the points at which ρ grew, the best of all last, and the number of steps.
     """
     n, size = problem.n, problem.n + problem.p
-    weight *= size
-    path, best, least = [point], point, math.inf
-    for step in range(steps + 1):
-        point, own = _centred(problem, point, weight)
+    weight, least, taken = FIRST * size, math.inf, 0
+    best, path = point.theta, [point.theta]
+    while n:
+        # the least τ for these multipliers, by the outputs' Schur complement
+        last = point.factor[n:, n:]
+        own = float(point.theta[n]) * (1 - float(torch.linalg.eigvalsh(last @ last.mT)[0]))
         if own < least:
-            best, least = point, own
-        if step == steps or least <= enough * enough * (1 - 1e-6) or time.process_time() > deadline:
-            return [*path, best], step
+            best, least = point.theta, own
+        stop = least <= enough * enough * (1 - 1e-6) or weight > GROWTH * size / gap
+        if stop or taken == steps or time.process_time() > deadline:
+            break
         g, H = _derivatives(problem, point)
         H.diagonal().add_(g)
         g[:n] += 1
@@ -365,18 +298,15 @@ def _descend(
         d = _newton(g, H)
         decrement = float(-g @ d)
         if not math.isfinite(decrement):
-            return [*path, best], step
-        found, a = _line(problem, point, d, decrement, weight)
-        if found is None:
-            return [*path, best], step
-        point = found
+            break
+        better, a = _line(problem, point, d, decrement, weight)
+        if better is None:
+            break
+        point, taken = better, taken + 1
         if decrement < NEAR and a == 1:
-            if weight >= size / gap:
-                point, own = _centred(problem, point, weight)
-                return [*path, point if own < least else best], step + 1
+            path.append(point.theta)
             weight *= GROWTH
-            path.append(point)
-    return [*path, best], steps
+    return [*path, best], taken
 
 
 def _line(
@@ -396,20 +326,30 @@ def _line(
     return None, 0.0
 
 
-def _proved(maps: Reduced, problem: _Problem, point: _Point, taken: int) -> Multipliers | None:
-    """The smallest of a few constants just above the least one for these multipliers that the factorisation proves."""
+def constant_by(maps: Reduced, s: Tensor) -> float:
+    """A proved constant with these multipliers, just above the least one; infinite where none is proved.
+
+    With `N = diag(s) − D S Dᵀ − C Cᵀ` and `M = J Cᵀ + G S Dᵀ` the least τ is `λ_max(JJᵀ + GSGᵀ + M N⁻¹ Mᵀ)`.
+
+    Args:
+        maps: of the network on a ball.
+        s: multipliers, one per neuron.
+    """
+    problem = _Problem.of(maps)
     n = problem.n
-    s = point.theta[:n]
-    least = (
-        least_tau(problem, s, point.factor) if n else float(torch.linalg.eigvalsh(problem.K)[-1])
-    )
-    sigma = s.sqrt()
+    E = problem.K + (problem.D * s) @ problem.D.mT
+    factor, info = torch.linalg.cholesky_ex(torch.diag(s) - E[:n, :n])
+    Y = torch.linalg.solve_triangular(factor, E[:n, n:], upper=False)
+    E = E[n:, n:] + Y.mT @ Y
+    if int(info) or not bool(torch.isfinite(E).all()):
+        return math.inf
+    least = max(float(torch.linalg.eigvalsh(E)[-1]), 0.0)
     floor = _NOISE * float(torch.linalg.vector_norm(maps.slack[n:])) + 1e-290
     for more in (1e-9, 1e-7, 1e-5, 1e-3, 1e-1):
-        L = max(math.sqrt(max(least, 0.0)) * (1 + more), floor)
-        if proves(maps, sigma, L):
-            return Multipliers(L, s, taken)
-    return None
+        L = max(math.sqrt(least) * (1 + more), floor)
+        if proves(maps, s.sqrt(), L):
+            return L
+    return math.inf
 
 
 def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:

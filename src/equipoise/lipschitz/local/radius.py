@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.checks import require_one_of, require_positive
+from equipoise.core.checks import require_labels, require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.attack import as_function
 from equipoise.lipschitz.capture import as_batch, capture
-from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.branch import Attack, Branching
@@ -30,11 +29,10 @@ from equipoise.lipschitz.local.integral import (
     Case,
     integral_radius,
     less,
-    multipliers_at,
+    multipliers_prove,
     relaxed_radius,
-    together_radius,
 )
-from equipoise.lipschitz.local.measure import evaluate
+from equipoise.lipschitz.local.measure import evaluate, whole_bound
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -132,7 +130,6 @@ def certified_radius(
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1), with optimised slopes and, in ℓ2, on
       the ball that every layer stays in;
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
-    * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2);
     * `branching`: the relaxation on parts of the ball, with `complete`.
 
     Guarantee: for the real function of the stored weights. Its margins are evaluated in float64, and the rounding of that
@@ -255,8 +252,7 @@ class Certifier:
             "l1": {"l2": 1.0, "linf": 1.0, "l1": 1.0},
         }[self.norm]
 
-        chain = chain_total(self.run)
-        whole = exp_up(min(self.run.fused, math.inf if chain is None else chain))
+        whole = exp_up(min(self.run.fused, whole_bound(self.run, self.cache)))
         both = inflate(math.sqrt(2) * whole * factors["l2"])
         self.constants["global"] = torch.full(
             (self.classes, self.classes), both, dtype=torch.float64
@@ -333,7 +329,7 @@ class Certifier:
         expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
         if tuple(x.shape[1:]) != expected:
             raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
-        y = self._labels(labels, len(x))
+        y = None if labels is None else require_labels(labels, len(x), self.classes).cpu()
 
         rows: list[dict[str, Any]] = []
         with torch.no_grad(), full_precision():
@@ -364,29 +360,6 @@ class Certifier:
             if epsilon is not None
             else {},
         )
-
-    def _labels(self, labels: Any, count: int) -> Tensor | None:
-        if labels is None:
-            return None
-        if not isinstance(labels, Tensor):
-            raise InputError(
-                f"labels must be a tensor of {count} integers, got {type(labels).__name__}"
-            )
-        whole = (
-            not labels.is_floating_point()
-            and not labels.is_complex()
-            and labels.dtype != torch.bool
-        )
-        if (
-            not whole
-            or labels.shape != (count,)
-            or bool(((labels < 0) | (labels >= self.classes)).any())
-        ):
-            raise InputError(
-                f"labels must be {count} integers from 0 to {self.classes - 1}, got shape {tuple(labels.shape)} of "
-                f"{labels.dtype}"
-            )
-        return labels.detach().long().cpu()
 
     def _chunk(
         self,
@@ -518,7 +491,9 @@ class Certifier:
 
             row["deployed"] = max(
                 row["deployed"],
-                self._local(replace(case, lost=lost, bounds={}), row["deployed"], epsilon)[0],
+                self._local(
+                    replace(case, lost=lost, bounds={}, failed=math.inf), row["deployed"], epsilon
+                )[0],
             )
 
     def _branching(self, case: Case, epsilon: float) -> Branching | None:
@@ -548,42 +523,34 @@ class Certifier:
             return "relaxation"
         if search is not None and search.broken is not None:
             return None
-        method = None if self.effort == "relaxation" else multipliers_at(case, epsilon)
-        if method is None and search is not None and search.decide():
-            method = "branching"
-        return method
+        if self.effort != "relaxation" and multipliers_prove(case, epsilon):
+            return "integral"
+        return "branching" if search is not None and search.decide() else None
 
     def _local(
         self, case: Case, known: float, epsilon: float | None, search: Branching | None = None
     ) -> tuple[float, int, str]:
-        """By the relaxation, and in ℓ2 by the integral or one constant of all margins."""
+        """By the relaxation, and in ℓ2 by the integral."""
         if epsilon is not None:
             method = self._at(case, epsilon, search)
             if method is not None:
                 return epsilon, int(case.margins.argmin()), method
-            start = math.sqrt(max(known, epsilon / 64) * epsilon)
-            radius = relaxed_radius(case, start, epsilon, rtol=0.2)
-            return radius, int(case.margins.argmin()), "relaxation"
-        radius = relaxed_radius(case, max(known, 1e-12) * 2)
-        worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(case.margins.argmin())
-        best = radius, worst, "relaxation"
+            return relaxed_radius(case, known, 0.2), int(case.margins.argmin()), "relaxation"
+
+        integral = self.norm == "l2" and self.effort != "relaxation"
+        radius, method = relaxed_radius(case, known, 0.05 if integral else 1e-2), "relaxation"
+        limiting = int(case.shares(case.failed).argmin()) if case.failed < math.inf else 0
+        if integral and radius > 0 and time.process_time() < case.deadline:
+            more, rival = integral_radius(case, radius)
+            if more > radius:
+                radius, limiting, method = more, rival, "integral"
+            finer = relaxed_radius(case, radius)
+            if finer > radius:
+                radius, method = finer, "relaxation"
         if radius == 0:
             self._say("the relaxation proved nothing for some inputs")
-
-        base = max(radius, known)
-        if (
-            self.norm == "l2"
-            and self.effort != "relaxation"
-            and base > 0
-            and time.process_time() < case.deadline
-        ):
-            more, limiting = integral_radius(case, base)
-            if more > base:
-                best = more, limiting, "integral"
-            elif (more := together_radius(case, base)) > base:
-                best = more, worst, "multipliers"
         for note in case.notes:
             self._say(note)
         if time.process_time() >= case.deadline:
             self._say("the time was up for some inputs")
-        return best
+        return radius, limiting, method

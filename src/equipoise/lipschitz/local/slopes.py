@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.backward import Ball, by_lines, finish, lower_bounds, walk
@@ -231,21 +230,16 @@ def optimise(
     return torch.maximum(best, relaxed_bounds(ball, k, rows, last)), last
 
 
-def tighten(ball: Ball, k: int, deadline: float = math.inf) -> None:
-    """Shrink the intervals of the hinges that may switch at node k by optimised slopes, in networks small enough for that.
+def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = math.inf) -> Tensor:
+    """Lower bounds of rows of node k by a few steps of optimised slopes; −∞ where these would be too many numbers.
 
     Args:
         ball: enclosed up to node k.
-        k: a node that activations read.
+        k: index of the node.
+        rows: (rows, size of node k).
         deadline: of `time.process_time()`.
     """
-    readers = [node.curve for node in ball.network.activations.values() if node.source == k]
-    if not ball.lines or not all(isinstance(curve, Hinge) for curve in readers):
-        return
-    open_ = ((ball.low[k] < 0) & (ball.high[k] > 0)).nonzero().flatten()
     before = sum(ball.network.sizes[i] for i in ball.lines)
-    if not len(open_) or 2 * len(open_) * before > INNER_NUMBERS:
-        return
-    unit = one_hot(open_, ball.network.sizes[k]).double()
-    bounds, _ = optimise(ball, k, torch.cat([unit, -unit]), steps=INNER_STEPS, deadline=deadline)
-    ball.narrow(k, open_, bounds)
+    if not before or len(rows) * before > INNER_NUMBERS:
+        return torch.full((len(rows),), -math.inf, dtype=torch.float64)
+    return optimise(ball, k, rows, steps=INNER_STEPS, deadline=deadline)[0]

@@ -61,8 +61,9 @@ def exponential_series(angle: float, terms: int) -> tuple[float, ...]:
         for m, t in enumerate(chebyshev.cheb2poly([0] * n + [1])):
             if t:  # iⁿ⁻ᵐ is real: n − m is even
                 coefficients[m] += b * t * (-1) ** ((n - m) // 2) / angle**m
-    largest = largest_modulus(tuple(coefficients), MARGIN * angle)
-    return tuple(float(c / largest) for c in coefficients)
+    # a little below 1, in numbers of single precision: the layer is the same function in float32 and in float64
+    largest = largest_modulus(tuple(coefficients), MARGIN * angle) * (1 + 2.0**-22)
+    return tuple(float(np.float32(c / largest)) for c in coefficients)
 
 
 def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
