@@ -55,6 +55,15 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     places: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
+    for node in list(copied.nodes):
+        # batch norm in evaluation, which functionalisation took apart into its values and its statistics
+        whole = aten_name(node) == "_native_batch_norm_legit_no_training.default"
+        if whole and all(user.args[1:] == (0,) for user in node.users):
+            *settings, momentum, eps = node.args
+            settings += [False, momentum, eps, False]
+            with copied.inserting_before(node):
+                plain = copied.call_function(_aten.batch_norm.default, tuple(settings))
+            _redirect(node, [plain])
     moving = {places[node] for node in inputs}
     for node in list(copied.nodes):
         if moving.isdisjoint(node.all_input_nodes):

@@ -81,7 +81,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         64, CONV(2, 4, 1), eq.nn.GroupSort(2), eq.nn.HouseholderActivation(4)
     ),
     "batch norm": lambda: behind(
-        36, nn.PixelUnshuffle(2), CONV(8, 4, 2, padding=1), nn.BatchNorm2d(4)
+        36, nn.PixelUnshuffle(2), CONV(8, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
     ),
     "branches": lambda: Branches(CONV(2, 4, 1), nn.ReLU6(), nn.Linear(12, 5)),
     "residual": lambda: nn.Sequential(

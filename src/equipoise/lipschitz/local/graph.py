@@ -82,7 +82,9 @@ class Affine:
             pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
             found = torch.func.vmap(pull)(rows.reshape(len(rows), *self.shape))
         found = found if rows.requires_grad else tuple(t.detach() for t in found)
-        return tuple(t.flatten(1) for t in found)
+        return tuple(
+            t.reshape(len(rows), n) for t, n in zip(found, map(math.prod, self.shapes), strict=True)
+        )
 
     @functools.cached_property
     def constant(self) -> Tensor:
