@@ -127,18 +127,14 @@ def test_a_published_log_is_a_curve_whose_risk_is_unknown(tmp_path):
     assert "nothing of it was checked" in page
 
 
-def test_unfinished_runs_say_so(tmp_path):
-    class Stop(Exception):
-        pass
-
+def test_unfinished_runs_say_so(small_run, tmp_path):
     def stop(row, done, total):
         if done == 2:
-            raise Stop
+            raise KeyboardInterrupt
 
-    net, data = nn.Linear(3, 2).eval(), (torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))
-    with pytest.raises(Stop):
-        certify(net, data, run_dir=tmp_path / "run", sigma=0.5, n=50, progress=stop)
-    assert any("2 of 4 inputs are missing" in note for note in collect([tmp_path / "run"]).notes)
+    with pytest.raises(KeyboardInterrupt):
+        small_run("run", progress=stop, **SAMPLED)
+    assert any("3 of 5 inputs are missing" in note for note in collect([tmp_path / "run"]).notes)
 
 
 def test_the_command_writes_a_page_and_prints_numbers(equipoise, folder, tmp_path):

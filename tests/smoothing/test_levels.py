@@ -71,9 +71,7 @@ def test_a_lipschitz_constant_is_stretched():
     found = smooth.certify(x, n=4000, lipschitz=1.0)
     assert 0 < float(found.radius[0]) * 4 <= 0.3
     alone = SmoothedClassifier(net, 0.5, 2, seed=1, map=SimplexMap("sparsemax", 1.0)).certify(x, n=4000, lipschitz=1.0)
-    assert float(found.radius[0]) * 4 == pytest.approx(float(alone.radius[0]), rel=0.05), (
-        "the same noise where it matters"
-    )
+    assert float(found.radius[0]) * 4 == pytest.approx(float(alone.radius[0]), rel=0.05)  # the noise that matters
 
 
 def test_equal_levels_are_one_level_and_runs_keep_them(tmp_path):

@@ -89,17 +89,14 @@ def wrong_radii(
     return radius > truth(p)[selected] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_the_risk_over_adversarial_laws(law: str):
-    assert not too_many(wrong_radii(rivals, LAWS[law], 8, 120, 0.05, 10_000, 1), 0.05)
+LONG = [(n0, n, alpha, 200_000) for n0, n in ((8, 120), (100, 1000)) for alpha in (0.05, 0.001)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("alpha", [0.05, 0.001])
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(("n0", "n"), [(8, 120), (100, 1000)])
-def test_the_risk_in_200_000_repetitions(law: str, alpha: float, n0: int, n: int):
-    assert not too_many(wrong_radii(rivals, LAWS[law], n0, n, alpha, 200_000, 2), alpha)
+@pytest.mark.parametrize("draws", [(8, 120, 0.05, 10_000), *(pytest.param(d, marks=pytest.mark.slow) for d in LONG)])
+def test_the_risk_over_adversarial_laws(law: str, draws: tuple[int, int, float, int]):
+    n0, n, alpha, reps = draws
+    assert not too_many(wrong_radii(rivals, LAWS[law], n0, n, alpha, reps, 1), alpha)
 
 
 def test_the_same_check_catches_the_shortcut():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from equipoise.checkpoints import load_model, load_weights
 from equipoise.conversion import make_lipschitz
@@ -62,15 +63,15 @@ def test_what_cannot_be_done_is_said(plain, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_factory_and_its_weights(tmp_path, monkeypatch):
-    from safetensors.torch import save_file
+FACTORY = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+"""
 
-    (tmp_path / "factorynets.py").write_text(
-        "from torch import nn\n"
-        "def net():\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+
+def test_a_factory_and_its_weights(tmp_path, install):
+    install("factorynets", FACTORY, "none", {})
     import factorynets
 
     net = factorynets.net()
