@@ -48,7 +48,7 @@ JSON = {
     "report": {
         "title, created, versions, runs, report": "the page",
         "series": "a curve each: model, run, procedure, norm, radius, prediction, label, status, certified_accuracy, …",
-        "attacks, audits, tested": "distances, bounds, and how many certificates broke",
+        "attacks, audits, sets, tested": "distances, bounds, coverage of prediction sets, and how many certificates broke",
     },
     "curvature": {
         "model, data, parameters, samples, loss": "the question",
