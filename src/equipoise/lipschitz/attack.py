@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from equipoise.core.checks import require_module
 from equipoise.core.errors import one_line
 from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import inflate
-
-if TYPE_CHECKING:
-    from equipoise.lipschitz.capture import Program
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]
@@ -104,12 +101,12 @@ def attack(
 
 
 def lower_ends(
-    program: Program, evaluate: Evaluate, x: Tensor, radius: float, steps: int, seed: int
+    f: Function, evaluate: Evaluate, x: Tensor, radius: float, steps: int, seed: int
 ) -> tuple[Tensor, str]:
     """Proved lower ends on the balls around every sample, and a note where the search failed.
 
     Args:
-        program: of the network; gradients of it say where to look.
+        f: the network in float64; its gradients say where to look.
         evaluate: values of the real function with bounds of their rounding.
         x: the centres.
         radius: of the balls, in ℓ2.
@@ -117,7 +114,6 @@ def lower_ends(
         seed: of the starting points.
     """
     x = x.detach().double()
-    f = as_function(program)
     pairs, note = search_pairs(f, x, radius, steps, seed)
     best = torch.zeros(len(x), dtype=torch.float64)
     with torch.no_grad():
@@ -204,24 +200,6 @@ def _climbed(
         moved = project(moved + size * unit(slope), radius)
     a, b = (centres + kept).chunk(2)
     return a, b
-
-
-def as_function(program: Program) -> Function:
-    """The captured program in float64 on a batch, as the real function it computes."""
-    from equipoise.lipschitz.capture import run_program  # which imports blocks, which are attacked
-
-    def one(sample: Tensor) -> Tensor:
-        return torch.cat(
-            [t.double().flatten() for t in run_program(program, [sample[None]], exact=True)]
-        )
-
-    def batch(x: Tensor) -> Tensor:
-        try:
-            return torch.func.vmap(one)(x)
-        except RuntimeError:  # an operation that cannot be mapped over a batch
-            return torch.stack([one(sample) for sample in x])
-
-    return batch
 
 
 def _length(v: Tensor) -> Tensor:

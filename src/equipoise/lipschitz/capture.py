@@ -356,6 +356,23 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
     return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
+def as_function(program: Program) -> Callable[[Tensor], Tensor]:
+    """The captured program in float64 on a batch, as the real function it computes."""
+
+    def one(sample: Tensor) -> Tensor:
+        return torch.cat(
+            [t.double().flatten() for t in run_program(program, [sample[None]], exact=True)]
+        )
+
+    def batch(x: Tensor) -> Tensor:
+        try:
+            return torch.func.vmap(one)(x)
+        except RuntimeError:  # an operation that cannot be mapped over a batch
+            return torch.stack([one(sample) for sample in x])
+
+    return batch
+
+
 def _agree(
     a: Tensor, b: Tensor, rounding: dict[torch.dtype, float] = _ROUNDING, least: float = 0.0
 ) -> bool:

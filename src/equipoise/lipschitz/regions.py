@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,9 +33,6 @@ from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.spectral import Cache, bracket
-
-if TYPE_CHECKING:
-    from equipoise.lipschitz.capture import Program
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Region:
     declared: bool = False  # by a class that is not part of this package: attacked, not proved
 
 
-def find_regions(model: nn.Module, program: Program) -> tuple[Region, ...]:
+def find_regions(model: nn.Module, program: Any) -> tuple[Region, ...]:
     """One region per trusted call of a module that bounds itself.
 
     Args:

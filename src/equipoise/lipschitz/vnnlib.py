@@ -27,8 +27,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.attack import as_function
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
 from equipoise.lipschitz.local.graph import Network

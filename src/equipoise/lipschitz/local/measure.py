@@ -28,7 +28,7 @@ from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import Refused
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.capture import as_batch, capture, run_program
+from equipoise.lipschitz.capture import as_batch, as_function, capture, run_program
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.backward import (
@@ -127,7 +127,7 @@ def local_lipschitz(
     lower, note = torch.zeros_like(upper), ""
     if steps > 0 and bool((upper > 0).any()):
         values = functools.partial(evaluate, run, cache, engine.rounding)
-        lower, note = lower_ends(program, values, x, radius, steps, seed)
+        lower, note = lower_ends(as_function(program), values, x, radius, steps, seed)
     if bool((lower > upper).any()):
         raise AssertionError(
             "an attack exceeded the certified bound: this is a bug of equipoise, please report it"

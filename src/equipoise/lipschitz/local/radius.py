@@ -19,8 +19,7 @@ from torch.export import ExportedProgram
 from equipoise.core.checks import require_labels, require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
-from equipoise.lipschitz.attack import as_function
-from equipoise.lipschitz.capture import as_batch, capture
+from equipoise.lipschitz.capture import as_batch, as_function, capture
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.branch import Attack, Branching
