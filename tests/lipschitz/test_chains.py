@@ -94,6 +94,9 @@ def test_the_report_uses_the_chain():
     assert report.upper < report.fused
     weights = [m.weight.detach() for m in net if isinstance(m, nn.Linear)]
     assert report.upper == pytest.approx(chain_bound(weights) / 4, rel=1e-6)
+    other = lipschitz_bound(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=0.5)).eval(), torch.zeros(1, 4))
+    assert other.log_chain is None
+    assert "chain" not in str(other)
 
 
 def test_deep_chains_gain_most_and_activations_outside_the_theory_nothing():

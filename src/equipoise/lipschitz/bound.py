@@ -74,8 +74,9 @@ def lipschitz_bound(
             raise Refused(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
-    run = propagate(program, ball, rtol, progress=progress)
-    together = whole_bound(run, Cache(rtol), chain)
+    cache = Cache(rtol)
+    run = propagate(program, ball, rtol, cache, progress=progress)
+    together = whole_bound(run, cache, chain)
     totals = {"product": run.product, "fused": run.fused, "chain": together}
     method = min(totals, key=lambda name: totals[name])
     claims = (
@@ -91,7 +92,7 @@ def lipschitz_bound(
         method,
         ball,
         (*program.notes, *claims),
-        together,
+        together if math.isfinite(together) else None,
         pair_constants(run),
     )
 

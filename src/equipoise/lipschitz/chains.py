@@ -99,7 +99,7 @@ def _scaled(layer: Matrix) -> tuple[Matrix, int]:
 def _spread(layer: Matrix, X: Tensor | None, e: float) -> Tensor:
     """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one.
 
-    None stands for the identity, whose size the input of a network may have.
+    None is the identity, whose size the input of a network may have.
     """
     W = layer.matrix.double()
     w, x = float(frobenius(W)), 1.0 if X is None else float(frobenius(X))

@@ -176,9 +176,9 @@ class Sampled:
         if self.curvature == torch.inf:
             return low, high
         tangents = self._slopes(points)
-        room = self.curvature * h / 2 * (1 + 1e-9) + 1e-9
-        return torch.maximum(low, tangents.amin(0) - room), torch.minimum(
-            high, tangents.amax(0) + room
+        slack = self.curvature * h / 2 * (1 + 1e-9) + 1e-9
+        return torch.maximum(low, tangents.amin(0) - slack), torch.minimum(
+            high, tangents.amax(0) + slack
         )
 
     def secants(

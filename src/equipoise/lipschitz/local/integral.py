@@ -5,7 +5,7 @@ the spheres r_{i−1} and r_i let x' be where the segment from x₀ to x meets t
 
     g(x) ≥ g(x') − L_i·(‖x − x₀‖ − r_{i−1}),      L_i ≥ |g(a) − g(b)|/‖a − b‖ for ‖a − x₀‖ ≤ r_{i−1}, ‖b − x₀‖ ≤ r_i.
 
-Such a pair has less room than any pair of the outer ball: a ReLU that is active, z ≥ l' > 0, on the inner ball, and at
+Such a pair is more constrained than any pair of the outer ball: a ReLU that is active, z ≥ l' > 0, on the inner ball, and at
 least l < 0 on the outer one, has secant slopes in `[l'/(l' − l), 1]`, not `[0, 1]`. So a few radii give what right-end sums
 of the ordinary local constant need dozens for. Rounding is downward throughout.
 """

@@ -68,7 +68,7 @@ class Reduced:
         return Reduced(self.C[keep], self.D[keep], self.slack[keep], self.counts)
 
     def divided(self, margins: Tensor) -> Reduced:
-        """The same neurons with every output divided by its margin; that division is what `multipliers.proves` has room for."""
+        """The same neurons with every output divided by its margin; `multipliers.proves` covers the rounding of that division."""
         scale = torch.cat([torch.ones(self.switching, dtype=torch.float64), 1 / margins])
         return Reduced(
             self.C * scale[:, None],
