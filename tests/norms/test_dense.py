@@ -1,9 +1,12 @@
 """Large matrices by Cholesky proofs against float64 SVD, and the lower triangle of a Gram matrix against the exact one."""
 
+import itertools
+
 import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
+from equipoise.norms import dense
 from equipoise.norms.cholesky import PIECE, random_start, syrk, syrk_error
 from equipoise.norms.dense import cholesky_bracket
 
@@ -58,13 +61,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MATRICES)
-def test_brackets_hold_and_are_tight(name, form):
+def test_brackets_hold_and_are_tight(name, form, monkeypatch):
     torch.manual_seed(0)
     W = FORMS[form](MATRICES[name](260, 170))
     largest = float(W.abs().max())
     sigma = float(torch.linalg.svdvals(W.double() / largest)[0]) * largest
     with torch.no_grad(), full_precision():
-        for rtol in (1e-2, 1e-4, 1e-5):
+        for rtol, single_from in itertools.product((1e-2, 1e-4, 1e-5), (dense.SINGLE_FROM, 0)):
+            monkeypatch.setattr(dense, "SINGLE_FROM", single_from)
             lower, upper, v = cholesky_bracket(W, rtol)
             assert lower <= sigma * (1 + 1e-13)
             assert sigma * (1 - 1e-13) <= upper <= (1 + rtol) * lower * (1 + 1e-13)
