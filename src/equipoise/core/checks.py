@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 
 #: the least positive number allowed where 0 is not
 POSITIVE = sys.float_info.min
@@ -88,6 +88,15 @@ def require_module(model: Any, name: str = "model") -> nn.Module:
         hint = "; give an instance, not the class" if isinstance(model, type) else ""
         raise InputError(f"{name} must be a torch.nn.Module, got {describe(model)}{hint}")
     return model
+
+
+def require_eval(model: nn.Module) -> None:
+    """Refuse a model that is in training mode, or a part of which is."""
+    for name, module in model.named_modules():
+        if module.training:
+            raise Refused(
+                f"the model is in training mode ({name or 'the model itself'}): call model.eval() before certifying it"
+            )
 
 
 def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tensor:

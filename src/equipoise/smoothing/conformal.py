@@ -31,7 +31,13 @@ from scipy.special import ndtr
 from torch import Tensor, nn
 
 from equipoise.core import InputError
-from equipoise.core.checks import POSITIVE, require_images, require_module, require_number
+from equipoise.core.checks import (
+    POSITIVE,
+    require_images,
+    require_labels,
+    require_module,
+    require_number,
+)
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.noise import NoiseName, Sigma, Stream, fresh_seed
 from equipoise.smoothing.ramp import Floats, quantile
@@ -73,10 +79,7 @@ class RobustConformal:
         """
         with torch.inference_mode():
             classes = self.model(require_images(x)[:1]).shape[-1]
-        if y.shape != x.shape[:1] or y.is_floating_point() or not 0 <= y.min() <= y.max() < classes:
-            raise InputError(
-                f"expected {len(x)} integer labels from 0 to {classes - 1}, got {tuple(y.shape)} {y.dtype}"
-            )
+        y = require_labels(y, len(x), classes)
         self.smoothed = SmoothedClassifier(
             self.model, self.sigma, classes, chunk_size=1, noise=self.noise
         )
