@@ -116,7 +116,7 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
     if x.numel() == 0 or x.dim() != (x.dim() if dims is None else dims):
         shape = "" if dims is None else f" of {dims} dimension(s)"
         raise InputError(f"{name} must be a tensor{shape}, not empty, got {describe(x)}")
-    if not bool(torch.isfinite(x).all()):
+    if not torch.isfinite(x).all():
         raise InputError(f"{name} holds NaN or infinity")
     return x
 
@@ -149,7 +149,7 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
         raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
     numbers = labels.detach().long()
     end = math.inf if classes is None else classes
-    if bool(((numbers < 0) | (numbers >= end)).any()):
+    if ((numbers < 0) | (numbers >= end)).any():
         raise InputError(f"labels must be at least 0 and below {end}")
     return numbers
 

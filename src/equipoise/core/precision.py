@@ -109,10 +109,10 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
     # one fast pass: a sum with NaN or an infinity in it is not finite
-    if bool(torch.isfinite(x.sum())):
+    if torch.isfinite(x.sum()):
         return x
     bad = ~torch.isfinite(x)
-    if bool(bad.any()):
+    if bad.any():
         where = tuple(int(i) for i in bad.nonzero()[0])
         raise InputError(
             f"the {what} has {int(bad.sum())} non-finite value(s), the first at index {where}"
@@ -193,7 +193,7 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
     result = inflate(norm * slack) + lost
     vanished = norm == 0
-    if x.device.type != "cpu" or bool(vanished.any()):  # exactly zero, or squares that underflowed?
+    if x.device.type != "cpu" or vanished.any():  # exactly zero, or squares that underflowed?
         result = torch.where(vanished & ~(x != 0).any(dims), 0.0, result)
     return result
 

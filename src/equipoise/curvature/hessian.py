@@ -160,7 +160,7 @@ class LossHessian(LinearOperator):
 def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point():
         return nn.functional.cross_entropy(z, y)
-    if bool((y < 0).any()):
+    if (y < 0).any():
         raise InputError(
             "labels must not be negative: leave out the samples that are to be ignored"
         )

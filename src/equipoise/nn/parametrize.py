@@ -598,7 +598,7 @@ class Parametrized(nn.Module):
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
-        if proved_constant(self) != 1 or not bool(torch.isfinite(cast(Any, self).weight).all()):
+        if proved_constant(self) != 1 or not torch.isfinite(cast(Any, self).weight).all():
             raise Refused(
                 f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound"
             )

@@ -117,7 +117,7 @@ class _Rescaled(torch.autograd.Function):
         table = powers(K, t)
         weighted, majorant = _majorant(K, t, table.T, log_q)
         R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
-        if not bool((weighted > 0).all()):
+        if not (weighted > 0).all():
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
         factor = (R * _factor(K)).to(K.dtype).reshape(_across(K))
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)

@@ -170,7 +170,7 @@ class Inputs:
             raise InputError(f"input {name!r} is not a pair (input, label): {error}") from error
         if not x.is_floating_point():
             raise InputError(f"input {name!r} is {x.dtype}; expected floats, e.g. x.float() / 255")
-        if not bool(torch.isfinite(x).all()):
+        if not torch.isfinite(x).all():
             raise InputError(f"input {name!r} holds NaN or infinity")
         return Item(position, name, label, fresh_strides(x))
 

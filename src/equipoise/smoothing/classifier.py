@@ -120,7 +120,7 @@ class SmoothedClassifier:
                 # the model handed its input back, and the buffer is about to be overwritten
                 out = out.clone()
             out = out[: n - chunk * self.chunk_size]
-            if not bool(torch.isfinite(out).all()):
+            if not torch.isfinite(out).all():
                 raise Refused(
                     f"the network returned NaN or infinity for noisy copies of input {input_id!r}"
                 )
@@ -458,7 +458,7 @@ def require_rowwise(model: nn.Module, batch: Tensor) -> None:
             )
     one, other = (out[row].double() for out in answers)
     size = float(one.nan_to_num(posinf=0, neginf=0).abs().max())
-    if bool(((one - other).abs() > 100 * torch.finfo(answers[0].dtype).eps * size).any()):
+    if ((one - other).abs() > 100 * torch.finfo(answers[0].dtype).eps * size).any():
         raise Refused(
             "the model's answer to one row depends on the other rows of its batch (batch norm without running statistics, "
             "or a mean over dimension 0?), so its votes are not independent draws and certify nothing"

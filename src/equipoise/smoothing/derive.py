@@ -359,14 +359,14 @@ def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
 def _counts(values: ArrayLike, name: str) -> Floats:
     """Counts that a float64 holds exactly."""
     array = _numbers(values, name, "classes")
-    if not bool(np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array)))):
+    if not np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array))):
         raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
     return array
 
 
 def _scores(values: ArrayLike, name: str) -> Floats:
     array = _numbers(values, name, "draws", "classes")
-    if not bool(np.all((array >= 0) & (array <= 1))) or bool(np.any(array.sum(axis=-1) > 1 + 1e-9)):
+    if not np.all((array >= 0) & (array <= 1)) or np.any(array.sum(axis=-1) > 1 + 1e-9):
         raise InputError(
             f"{name} must hold points of the simplex: entries in [0, 1] with sum at most 1 (compute them in float64)"
         )

@@ -74,7 +74,7 @@ def radius_multi_lipschitz(
     """
     p1, p2, lipschitz = _probability(p1, "p1"), _probability(p2, "p2"), _constant(lipschitz)
     sigma = positive(sigma, "sigma")
-    if bool(np.all(np.isinf(lipschitz))):
+    if np.all(np.isinf(lipschitz)):
         return radius_multi(p1, p2, sigma)
     a = _width(lipschitz, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
@@ -124,7 +124,7 @@ def _width(lipschitz: Floats, sigma: Floats) -> Floats:
 
 def _probability(p: ArrayLike, name: str) -> Floats:
     array = np.asarray(p, dtype=np.float64)
-    if array.size and not bool(np.all((array >= 0) & (array <= 1))):
+    if array.size and not np.all((array >= 0) & (array <= 1)):
         bad = array[~((array >= 0) & (array <= 1))].flat[0]
         raise InputError(f"{name} must lie in [0, 1], got {bad}")
     return array
@@ -141,14 +141,14 @@ def positive(sigma: ArrayLike, name: str) -> Floats:
         array = np.asarray(sigma, dtype=np.float64)
     except (TypeError, ValueError):
         array = np.asarray(np.nan)
-    if not bool(np.all((array > 0) & (array <= _LARGEST))):
+    if not np.all((array > 0) & (array <= _LARGEST)):
         raise InputError(f"{name} must be a positive number (at most {_LARGEST:g}), got {sigma!r}")
     return array
 
 
 def _constant(lipschitz: Any) -> Floats:
     if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
-        if not bool(np.all(lipschitz >= 0)):
+        if not np.all(lipschitz >= 0):
             raise InputError("the Lipschitz constants must be non-negative numbers")
         return np.asarray(lipschitz, dtype=np.float64)
     return np.asarray(as_upper(lipschitz))
