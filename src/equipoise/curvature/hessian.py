@@ -119,7 +119,7 @@ class LossHessian(LinearOperator):
             raise Refused(
                 "the derivatives of the loss are not finite numbers at these parameters: nothing can be said of them"
             )
-        return np.asarray(total)
+        return total
 
     def _value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         pieces = theta.split([shape.numel() for shape in self.shapes.values()])

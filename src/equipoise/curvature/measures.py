@@ -101,7 +101,7 @@ def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, s
         raise Refused(
             f"no eigenvalue to tolerance {tol:g} within {max_products} Hessian-vector products; raise max_products or tol"
         ) from error
-    return np.asarray(vectors[:, 0])
+    return vectors[:, 0]
 
 
 @dataclass(frozen=True)
@@ -280,4 +280,4 @@ def sharpness(
 
 
 def _inside(delta: Vector, radius: float) -> Vector:
-    return np.asarray(delta * min(1.0, radius / max(norm(delta), 1e-300)))
+    return delta * min(1.0, radius / max(norm(delta), 1e-300))

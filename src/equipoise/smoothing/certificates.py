@@ -53,7 +53,7 @@ class Certificates:
     @property
     def abstain(self) -> NDArray[np.bool_]:
         """Where nothing was certified."""
-        return np.asarray(self.prediction == ABSTAIN)
+        return self.prediction == ABSTAIN
 
     def __len__(self) -> int:
         return int(np.size(self.prediction))
@@ -77,7 +77,7 @@ class Certificates:
             raise InputError(
                 f"labels have shape {labels.shape}, the certificates {self.prediction.shape}"
             )
-        return np.asarray((self.prediction == labels) & ~self.abstain)
+        return (self.prediction == labels) & ~self.abstain
 
 
 _LARGEST = 1_000_000_000  # bytes of a log

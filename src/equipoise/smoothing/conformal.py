@@ -153,4 +153,4 @@ class RobustConformal:
         """Scores (N, classes) from draws that nobody has seen: an attack must not know them."""
         fresh = self.smoothed.like(SmoothedClassifier, seed=fresh_seed())
         logits = torch.from_numpy(fresh.selection(x, 1, None, stream)[:, 0])
-        return np.asarray(-logits.log_softmax(1).numpy())
+        return -logits.log_softmax(1).numpy()

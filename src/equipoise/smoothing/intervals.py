@@ -132,7 +132,7 @@ def empirical_bernstein(
 
     def shift(a: Floats) -> Floats:
         log = np.log(2 / a)
-        return np.asarray(np.sqrt(2 * var * log / n) + 7 * log / (3 * (n - 1)))
+        return np.sqrt(2 * var * log / n) + 7 * log / (3 * (n - 1))
 
     return _around(mean, n, side, alpha, shift)
 
@@ -200,7 +200,7 @@ def sides(
 
 def complement(p: Floats) -> Floats:
     """`1 − p`, rounded up."""
-    return np.asarray(np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0))
+    return np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0)
 
 
 def _arrays(*values: ArrayLike, least: int = 1) -> list[Floats]:
@@ -273,7 +273,7 @@ def bet_sizes(x: Floats, goal: Floats) -> Floats:
     mean = (0.5 + np.cumsum(x, axis=-1)) / (t + 1)
     spread = (0.25 + np.cumsum((x - mean) ** 2, axis=-1)) / (t + 1)
     before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), spread[..., :-1]], axis=-1)
-    return np.asarray(np.sqrt(2 * goal / (n * before)))
+    return np.sqrt(2 * goal / (n * before))
 
 
 def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
@@ -285,7 +285,7 @@ def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
         m: the mean that is tested.
     """
     capped = np.minimum(bets, _CAP / np.maximum(m, 1e-300))
-    return np.asarray(np.cumsum(np.log1p(capped * (x - m)), axis=-1))
+    return np.cumsum(np.log1p(capped * (x - m)), axis=-1)
 
 
 def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
@@ -324,4 +324,4 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     for term in terms:
         total = total + term
         size = size + np.where(np.isfinite(term), np.abs(term), 0.0)
-    return np.asarray(total - 1e-11 - 4e-14 * size)
+    return total - 1e-11 - 4e-14 * size

@@ -92,7 +92,7 @@ def _gap(t: Floats, k: Floats, others: Floats, needed: Floats, variation: float)
     p = np.minimum(
         (theta * (1 - ndtr(t) * (1 - _SLACK) + variation) + variation) * (1 + _SLACK), 1.0
     )
-    return np.asarray(t - quantile(p)[1] - _SLACK * (1 + np.abs(t)))
+    return t - quantile(p)[1] - _SLACK * (1 + np.abs(t))
 
 
 def _rejected(k: Floats, m: Floats, needed: Floats) -> Floats:
@@ -136,7 +136,7 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     ]
     ends = np.concatenate([parts[0], parts[1][:, 1:], parts[2][:, 1:]], axis=1)
     ends[:, 0], ends[:, -1] = low, high
-    return np.asarray(np.maximum.accumulate(ends, axis=1))
+    return np.maximum.accumulate(ends, axis=1)
 
 
 def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats, Floats, Floats]:
@@ -154,4 +154,4 @@ def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats
 
 
 def _density(z: Floats) -> Floats:
-    return np.asarray(np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi))
+    return np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)

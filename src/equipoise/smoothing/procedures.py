@@ -37,7 +37,7 @@ class Partition:
     def buckets(self) -> Ints:
         """Number of non-empty buckets, the selected class included."""
         classes = self.order.shape[1]
-        return np.asarray(1 + self.singles + (self.singles < classes - 1))
+        return 1 + self.singles + (self.singles < classes - 1)
 
     @property
     def intervals(self) -> Ints:
