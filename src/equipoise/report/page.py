@@ -18,7 +18,6 @@ from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
 from equipoise.report.collect import ReportData, as_document
-from equipoise.smoothing.certificates import NOT_COVERED
 
 #: panels of one chart at most
 PANELS = 6
@@ -88,7 +87,7 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         charts=charts,
         models=list(enumerate(data.models[:PANELS])),
         levels={norm: levels(end) for norm, end in ends.items()},
-        caveats=list(filter(None, caveats)) or [NOT_COVERED],
+        caveats=list(filter(None, caveats)),
         payload=in_script({"charts": charts, **as_document(data)}),
         plotly=source.replace("</script", "<\\/script"),
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
@@ -107,6 +106,8 @@ def _charts(data: ReportData, ends: dict[str, float]) -> dict[str, figures.Figur
             attacks = [a for a in data.attacks if a.model == model]
             charts[f"curves-{i}"] = figures.curves(own, attacks, end, norm)
     for i, (model, bound) in enumerate([*data.audits.items()][:PANELS]):
+        if not bound["fix_first"]:
+            continue  # no layer stretches: nothing to share out
         charts[f"shares-{i}"] = figures.layer_shares(model, bound["layers"])
     return charts
 
