@@ -30,7 +30,9 @@ def audit(
             help="closed: the dense layers at the end together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
         ),
     ] = "auto",
-    html: Annotated[Path | None, typer.Option(help="write the page of `equipoise report` too")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write the page of `equipoise report` too")
+    ] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
 ) -> None:

@@ -122,7 +122,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
         totals = ("upper", "log_upper", "product", "log_product", "fused", "log_fused")
-        rows = [asdict(row) if self._has_shares else asdict(row) | {"share": None} for row in self.layers]
+        rows = [
+            asdict(row) if self._has_shares else asdict(row) | {"share": None}
+            for row in self.layers
+        ]
         return {
             **{name: _finite(getattr(self, name)) for name in totals},
             "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
