@@ -41,7 +41,7 @@ CALLS = {
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside"),
     "a network that raises": (lambda _: attack(model=raising), InputError, "failed with KeyError: 'inside"),
     "digit": (lambda _: load_dataset("digit"), InputError, "no 'digit'; did you mean 'digits'?"),
-    "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must be at least 0 and below 2"),
+    "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must lie in 0 … 1"),
     "no logits": (lambda _: attack(model=nn.Unflatten(1, (2, 2))), InputError, "expected logits of shape (2, classes)"),
     "keyword misspelt": (
         lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
