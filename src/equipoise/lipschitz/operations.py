@@ -7,6 +7,7 @@ gains. Labels are for readers, and nothing is decided by one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -99,7 +100,14 @@ class Largest:
 
 @dataclass(frozen=True)
 class Sorted:
-    """The same values in order."""
+    """The same values in order; `last`: those of every row, along the last dimension."""
+
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Every entry is that of one operand at its place, with broadcasting, chosen by a constant mask."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +124,20 @@ class Constant:
     """Does not depend on the input: reads nothing of it but the shape."""
 
 
+#: a signal, a factor, and whether the factor multiplies the change of its rows in ℓ2 or that of its entries
+Term = tuple[Any, float, Literal["row", "peak"]]
+
+
 @dataclass(frozen=True)
 class Product:
-    """A product of branches, softmax, attention: bounded where its factors are."""
+    """A product of branches, softmax, attention: bounded where its factors are.
+
+    No row (last dimension) of the result changes by more than the sum of the terms in `rows` in ℓ2, and no entry by more than
+    that of those in `peaks`; empty where nothing is known.
+    """
+
+    rows: tuple[Term, ...] = ()
+    peaks: tuple[Term, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,4 +148,4 @@ class Opaque:
 
 
 Affine = Copy | Padded | Join | Weighted | Scaled | Sum | Average | Own
-Map = Affine | Pointwise | Largest | Sorted | Normalised | Constant | Product | Opaque
+Map = Affine | Pointwise | Largest | Sorted | Choice | Normalised | Constant | Product | Opaque

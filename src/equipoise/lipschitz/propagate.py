@@ -4,6 +4,7 @@ Two totals are carried side by side in the log domain: `product`, layer by layer
 composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -76,6 +77,7 @@ def propagate(
     rtol: float = 1e-3,
     cache: Cache | None = None,
     progress: Callable[[int, int], None] | None = None,
+    by_row: bool = False,
 ) -> Propagation:
     """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that.
 
@@ -85,6 +87,7 @@ def propagate(
         rtol: relative gap asked of every operator norm.
         cache: brackets of weights seen before.
         progress: called with (done, total) before every node.
+        by_row: the ball is one of `max over rows of ℓ2`, rows being those of the last dimension.
     """
     cache = Cache(rtol) if cache is None else cache
     facts: NodeFacts = {}
@@ -93,9 +96,9 @@ def propagate(
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
-        facts[node] = Facts(
-            Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0
-        )
+        shape = tuple(value.shape)
+        whole = inflate(size * math.sqrt(math.prod(shape[:-1]))) if by_row else size
+        facts[node] = Facts(Signal(node, shape, value.dtype, whole, size, size, -size), 0.0, 0.0)
 
     regions: Regions = {}
     for region in program.regions:
@@ -164,8 +167,9 @@ def _residual(
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
             name = module_path(call.node)
+            by_row = functools.partial(float, bound) if isinstance(inner.form, Matrix) else None
             return Region(
-                x.node, call.node, bound, name, "residual", "residual pattern", whole=False
+                x.node, call.node, bound, name, "residual", "residual pattern", whole=False, by_row=by_row
             )
     return None
 

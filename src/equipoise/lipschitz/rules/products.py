@@ -19,6 +19,7 @@ from equipoise.lipschitz.rules.registry import (
     copies,
     largest,
     norm_of,
+    root,
     rule,
 )
 from equipoise.lipschitz.rules.shapes import COPIES, RESHAPES, SOFTMAX, named
@@ -30,23 +31,30 @@ from equipoise.maps.pointwise import TABLE
 
 @rule(*named(SOFTMAX))
 def softmax(call: Call) -> Step:
-    """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
+    """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ).
+
+    Where every score changes by at most 1, an entry does by at most `2p(1 − p) ≤ ½`, the sum of all by `Σ pᵢ|sᵢ − s̄| ≤ 1`, and
+    so a row in ℓ2 by `√(½·1)`.
+    """
     x = call.x
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     size = inflate(math.sqrt(x.numel // max(1, x.shape[call["dim"]])))
     row = 1.0 if last else math.inf
-    return Step(
-        ((x, 0.5),), "softmax", map=Product(), norm=size, row=row, peak=1.0, low=0.0, offset=size
-    )
+    rows = ((x, inflate(math.sqrt(0.5)), "peak"),) if last else ()
+    map = Product(rows, ((x, 0.5, "peak"),))
+    return Step(((x, 0.5),), "softmax", map=map, norm=size, row=row, peak=1.0, low=0.0, offset=size)
 
 
 @rule("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(call: Call) -> Step:
-    """√n over n entries: the Jacobian I − 1pᵀ at a vertex."""
+    """√n over n entries, 2 in ℓ∞: the Jacobian I − 1pᵀ at a vertex."""
     x = call.x
     n = x.shape[call["dim"]]
     gain = inflate(math.sqrt(n)) if n > 1 else 0.0
-    return Step(((x, gain),), "log-softmax", offset=inflate(math.log(n + 1) * math.sqrt(x.numel)))
+    last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
+    map = Product(((x, gain, "row"),) if last else (), ((x, 2.0, "peak"),))
+    offset = inflate(math.log(n + 1) * math.sqrt(x.numel))
+    return Step(((x, gain),), "log-softmax", offset=offset, map=map)
 
 
 @rule("aten.logsumexp.default")
@@ -141,6 +149,21 @@ def _whole(a: Signal, call: Call) -> float:
     return a.norm if copies(a, call.shape) == 1 else math.inf
 
 
+def _row_size(a: Signal, call: Call) -> float:
+    """Bound of the rows of a, repeated to the shape of the result."""
+    same = a.shape[-1:] == call.shape[-1:]
+    return a.row if same else inflate(math.sqrt(math.prod(call.shape[-1:])) * a.peak)
+
+
+def _by_entries(call: Call, *factors: tuple[Signal, float, float]) -> Product:
+    """The terms of a product, entry by entry, of signals: each with bounds of an entry and of a row of what multiplies it."""
+    rows = tuple(
+        (x, peak, "row") if x.shape[-1:] == call.shape[-1:] else (x, row, "peak")
+        for x, peak, row in factors
+    )
+    return Product(rows if call.shape else (), tuple((x, peak, "peak") for x, peak, _ in factors))
+
+
 def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     """`a∘b` with broadcasting: gain of a is |b|_∞·√copies; that of b likewise, or the norm of a where b is the one repeated.
 
@@ -168,7 +191,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         peak=peak,
         norm=norm,
         low=low,
-        map=Product(),
+        map=_by_entries(call, (a, b.peak, _row_size(b, call)), (b, a.peak, _row_size(a, call))),
     )
 
 
@@ -188,7 +211,8 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     if floor > 0 and dims is not None:
         row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else math.inf
         gain = inflate(copies(a, call.shape) / floor)
-        return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row)
+        map = Product(((a, gain, "row"),)) if row == 1 else Opaque()
+        return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row, map=map)
     if not b.low > 0:
         call.refuse(
             "dividing one branch by another is not Lipschitz near 0",
@@ -203,7 +227,11 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         (b, min(inflate(inflate(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
     )
     low = 0.0 if a.low >= 0 else -math.inf
-    return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=Product())
+    most = inflate(1 / least)
+    length = inflate(math.sqrt(math.prod(call.shape[-1:])) * most)
+    lengths = inflate(_row_size(a, call) * steep)
+    map = _by_entries(call, (a, most, length), (b, inflate(a.peak * steep), lengths))
+    return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=map)
 
 
 def _floored(bottom: Any) -> tuple[Any, float]:
@@ -271,15 +299,26 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
         return _attention(call, scores, b)
     # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
     size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))
-    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row), _transposed_norm(call, b))
+    columns = _columns(call, b)
+    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row))
+    if columns is not None:
+        size_b = min(size_b, inflate(math.sqrt(b.shape[-1]) * columns.row))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
     norm = min(inflate(a.norm * size_b), inflate(b.norm * size_a))
-    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=Product())
+    # entry ij is a_i·b_j with columns b_j, row i is Σ_j a_ij·(row j of B)
+    length = root(a.shape[-1])
+    total = inflate(length * a.row)
+    if columns is None:
+        peaks = ((a, inflate(length * b.peak), "row"), (b, total, "peak"))
+    else:
+        peaks = ((a, columns.row, "row"), (columns, a.row, "row"))
+    map = Product(((a, size_b, "row"), (b, total, "row")), peaks)
+    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=map)
 
 
-def _transposed_norm(call: Call, b: Signal) -> float:
-    """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
+def _columns(call: Call, b: Signal) -> Signal | None:
+    """The signal whose rows are the columns of b, where b is a transposed tensor."""
     b = _ungrouped(call, b)
     node: Any = b.node
     rank = len(b.shape)
@@ -287,9 +326,9 @@ def _transposed_norm(call: Call, b: Signal) -> float:
         rank - 1,
         rank - 2,
     }:
-        return math.inf
+        return None
     before: Signal = call.lookup(node.args[0])
-    return inflate(math.sqrt(before.shape[-2]) * before.row)
+    return before
 
 
 def _attention(call: Call, scores: Signal, v: Signal) -> Step:
@@ -298,13 +337,17 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
     Softmax has the constant ½. Row by row
     `∂(Σ_j p_j v_j)/∂s = Σ_j p_j (v_j − v̄) e_jᵀ`, of norm at most √(Σ p_j |v_j − v̄|²) ≤ R_V; and a stochastic matrix
     with n rows has norm at most √n (Kim et al. 2021 show that without a bound on V there is no constant).
+    Where every score changes by at most 1, a row does by `Σ_j p_j |v_j − v̄| ≤ R_V`, and V adds at most its largest row.
     """
     if not math.isfinite(v.row):
         _unbounded(call, "attention")
     queries = inflate(math.sqrt(scores.shape[-2]))
     norm = inflate(math.sqrt(math.prod(call.shape[:-1])) * v.row)
     gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=Product())
+    map = Product(
+        ((scores, v.row, "peak"), (v, 1.0, "row")), ((scores, v.peak, "peak"), (v, 1.0, "peak"))
+    )
+    return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=map)
 
 
 @rule("aten.glu.default")
@@ -314,4 +357,6 @@ def glu(call: Call) -> Step:
     if not math.isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
     gain = inflate(math.sqrt(1 + (x.peak / 4) ** 2))
-    return Step(((x, gain),), "gated linear unit", offset=0.0, peak=x.peak, map=Product())
+    last = call["dim"] % len(x.shape) == len(x.shape) - 1
+    map = Product(((x, gain, "row"),)) if last else Product()
+    return Step(((x, gain),), "gated linear unit", offset=0.0, peak=x.peak, map=map)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Copy, Padded, Product
+from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
@@ -198,7 +198,7 @@ def mask(call: Call) -> Step:
         call.refuse(
             "the mask depends on the input, so the choice jumps", "use relu, clamp or maximum"
         )
-    return chosen(call, values.values(), "mask")
+    return chosen(call, values.values(), "mask", Choice())
 
 
 @rule("aten.copy.default")
