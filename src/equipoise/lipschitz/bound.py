@@ -23,7 +23,6 @@ from equipoise.lipschitz.tokens import by_tokens
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
 
-
 Norm = Literal["l2", "token"]
 
 
@@ -49,7 +48,8 @@ def lipschitz_bound(
         example_input: a float tensor with a batch dimension, or a tuple of them; only its shape and dtype matter.
         norm: of inputs and outputs: `l2`, all tokens together, or `token`, `max over tokens of ℓ2 over features`, for inputs of
             shape (batch, tokens, features): what attention costs then does not grow with the number of tokens (`tokens.py`).
-        ball: bound only on inputs with `‖x‖ ≤ ball` in that norm; needed for squeeze-and-excite, gates and attention without a norm.
+        ball: bound only on inputs with `‖x‖ ≤ ball`, in that norm; needed for squeeze-and-excite, gates and attention without a
+            normalisation.
         rtol: relative gap to reach for every operator norm; 0.05 is enough for a first audit, and faster.
         chain: `multipliers` bounds the whole network by one multiplier per neuron (LipSDP, without a solver): any graph that is
             affine up to pointwise activations and max pooling, up to 3,000 neurons; refused by name beyond. `closed` bounds the

@@ -7,7 +7,7 @@ gains. Labels are for readers, and nothing is decided by one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -100,9 +100,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Sorted:
-    """The same values in order; `last`: those of every row, along the last dimension."""
-
-    last: bool = False
+    """The same values in order."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,8 @@ class Constant:
     """Does not depend on the input: reads nothing of it but the shape."""
 
 
-#: a signal, a factor, and whether the factor multiplies the change of its rows in ℓ2 or that of its entries
-Term = tuple[Any, float, Literal["row", "peak"]]
+#: a signal, a factor, and whether the factor multiplies the change of its `row`s in ℓ2 or that of its `peak`s, the entries
+Term = tuple[Any, float, str]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Two totals are carried side by side in the log domain: `product`, layer by layer
 composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -167,10 +166,10 @@ def _residual(
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
             name = module_path(call.node)
-            by_row = functools.partial(float, bound) if isinstance(inner.form, Matrix) else None
-            return Region(
-                x.node, call.node, bound, name, "residual", "residual pattern", whole=False, by_row=by_row
+            block = Region(
+                x.node, call.node, bound, name, "residual", "residual pattern", whole=False
             )
+            return replace(block, by_row=bound) if isinstance(inner.form, Matrix) else block
     return None
 
 

@@ -1,39 +1,29 @@
 """Lipschitz bounds in the norm of tokens, `max over tokens of ℓ2 over features`: attention costs the same at every length.
 
-Let every token of the input change by at most 1 in ℓ2. For each node of the graph the pass carries, in logarithms,
+Let every token of the input change by at most 1 in ℓ2. For each node of the graph the pass carries, in logarithms, `row`: how far
+a row of the last dimension changes at most, in ℓ2, and `peak`: how far an entry does. Always `peak ≤ row ≤ √n·peak` for rows of n.
 
-* `peak`: how far an entry changes at most;
-* `row`: how far a group of entries changes at most, in ℓ2. `groups` numbers the group of every entry: at first the tokens, and
-  after operations that mix tokens the rows of the last dimension. Views and selections move the numbers with the entries;
-* `line`: how far a row of the last dimension changes at most, in ℓ2, by rule 7.
-
-**Rules.** Let a row of the last dimension hold entries of at most m groups, so that it changes by at most `√m·row`.
-
-1. A map of every row by itself with constant g in ℓ2 (a dense layer, a normalisation of rows, sorting them): g times the
-   change of the rows. With m = 1 a group is a union of rows, and stays one.
-2. A map of every entry by itself, a sum, a mask: the changes of the operands add up, group by group where the groups are the same,
-   else row by row.
-3. Entries moved, each at most once: the groups move along. Concatenation: the root of the sum of squares, as parts of one
-   group are parts of one vector. Entries repeated up to r times within a row: `√(r·m)` times the change of a group.
+1. A map of every row by itself with constant g in ℓ2 (a dense layer, a normalisation or softmax of rows): `g·row`.
+2. A map of every entry by itself, a sum, a mask: the changes of the operands add up.
+3. Entries moved, of at most m rows into one and each read at most r times there: `√(r·m)·row`. Concatenation: the root of the
+   sum of squares. Where H heads meet again that is √H, which is attained when they look at H different tokens.
 4. `q_i·k_j` with `‖q_i‖ ≤ R_q` and `‖k_j‖ ≤ R_k`: an entry changes by at most `R_k·row(q) + R_q·row(k)`.
-5. `Σ_j p_ij v_j` with `p_i = softmax(s_i)` and `‖v_j‖ ≤ R_V`: `p(V − V') + (p − p')V'`. The first is a mean of the changes of the v_j.
-   Along the segment from s' to s the derivative of the second is `Σ_j p_j (v_j − v̄) ds_j`, at most
-   `max_j |ds_j| · √(Σ_j p_j ‖v_j − v̄‖²) ≤ peak(s)·R_V`. So rows change by at most `row(V) + R_V·peak(S)`: nothing depends on
-   the number of tokens. Where H heads meet again, m = H: `√H`, which is attained when they look at H different tokens.
-6. Means and sums over other dimensions than the last: the sum of the weights.
-7. Everything else: `peak` by the rules of ℓ∞, and a row of n entries changes by at most `√n·peak`; or the constant c in ℓ2,
-   since a tensor of t groups changes by at most `√t·row` as a whole and no row by more than the whole: `√t·c`.
-   For the same reason no bound exceeds √N times the one in ℓ2, for inputs of N tokens.
+5. `Σ_j p_ij v_j` with `p_i = softmax(s_i)` and `‖v_j‖ ≤ R_V`: between two inputs it changes by `p(V − V') + (p − p')V'`. The first
+   is a mean of changes of rows. Along the segment from s' to s the derivative of the second is `Σ_j p_j (v_j − v̄) ds_j`, at most
+   `max_j |ds_j|·√(Σ_j p_j ‖v_j − v̄‖²) ≤ peak(S)·R_V`. So rows change by at most `row(V) + R_V·peak(S)`, and nothing
+   depends on the number of tokens.
+6. Everything else: `peak` by the rules of ℓ∞; or the constant c in ℓ2, since a tensor of t rows changes by at most `√t·row` as
+   a whole and no row by more than the whole: `√t·c·row`. So no bound exceeds √N times that in ℓ2, for inputs of N tokens.
 
-Every constant is rounded up, and sums and products of them in `logs`. The norm of several inputs or outputs is their largest.
-For root mean squares instead of ℓ2 multiply by `√(features of the input / features of the output)`.
+R_q, R_k, R_V come from normalisations or from the stated ball. Every constant is rounded up, and so are sums and products of
+them (`logs`). The norm of several inputs or outputs is their largest. For root mean squares instead of ℓ2 multiply by
+`√(features of the input / features of the output)`.
 
 References: Kim et al. 2021; Newhouse et al. 2025 (`max over tokens of RMS`).
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -44,65 +34,34 @@ from equipoise.lipschitz.induced import gain_of
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation, combined
 from equipoise.lipschitz.regions import Region
-from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.rules.registry import Shape, root, shape_of
-from equipoise.lipschitz.values import aten_name, exactly
+from equipoise.lipschitz.rules.shapes import places_of
 from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
-#: logarithms closer than this are the same bound, rounded differently
-_SLACK = 1e-9
-
-
-def _rows_of(shape: Shape) -> Tensor:
-    """Every row of the last dimension as a group of its own."""
-    count = math.prod(shape[:-1])
-    return torch.arange(count, dtype=torch.float64).reshape(*shape[:-1], 1).expand(shape)
-
-
-def _distinct(values: Tensor) -> int:
-    """How many different numbers stand in one row of the last dimension, at most."""
-    if not values.dim() or bool((values == values[..., :1]).all()):
-        return 1
-    return 1 + int((values.sort(-1)[0].diff(dim=-1) != 0).sum(-1).max())
-
 
 @dataclass(frozen=True)
 class Change:
-    """How far a node moves, in logarithms: its groups of entries and the rows of its last dimension in ℓ2, and its entries.
+    """How far rows (in ℓ2) and entries of a tensor of this shape move, in logarithms."""
 
-    `mixed` is how many groups one row holds, at most. `spread`: the bound of groups is no more than that of their entries.
-    """
-
+    shape: Shape
     row: float
-    line: float
     peak: float
-    groups: Tensor
-    mixed: int
-    spread: bool = False
 
-    @property
-    def main(self) -> float:
-        """The bound that later ones are made of: of entries for scores, else of groups."""
-        return self.peak if self.spread else self.row
-
-    def rows(self, shape: Shape) -> float:
-        """Bound of the change of a row of the last dimension, repeated to this shape."""
-        entries = log_product(self.peak, log_up(root(math.prod(shape[-1:]))))
-        if not shape or self.groups.shape[-1:] != shape[-1:]:
-            return entries
-        return min(entries, self.line, log_product(self.row, log_up(root(self.mixed))))
+    def repeated(self, shape: Shape) -> float:
+        """Bound of the change of a row after broadcasting to this shape."""
+        if self.shape[-1:] == shape[-1:]:
+            return self.row
+        return log_product(self.peak, log_up(root(math.prod(shape[-1:]))))
 
     def whole(self) -> float:
         """Bound of the change of the whole tensor in ℓ2."""
-        few = self.groups[..., :1] if self.mixed == 1 and self.groups.dim() else self.groups
-        return log_product(self.row, log_up(root(few.unique().numel())))
+        return log_product(self.row, log_up(root(math.prod(self.shape[:-1]))))
 
 
 Changes = dict[fx.Node, Change]
-#: a bound of the change of groups, and the groups
-Grouped = tuple[float, Tensor]
 
 
 def by_tokens(run: Propagation, cache: Cache) -> Propagation:
@@ -117,99 +76,111 @@ def by_tokens(run: Propagation, cache: Cache) -> Propagation:
         raise InputError(
             f'norm="token" needs inputs of shape (batch, tokens, features), got {shapes}; bound what follows the embedding'
         )
-    most = log_up(root(sum(math.prod(shape[:-1]) for shape in shapes)))
-    changes: Changes = {
-        node: Change(0.0, 0.0, 0.0, _rows_of(shape_of(node)), 1) for node in run.program.inputs
-    }
-    facts = {node: replace(run.facts[node], form=None, base=None) for node in changes}
-    steps: dict[fx.Node, Step] = {}
-    regions: dict[fx.Node, tuple[Region, ...]] = {}
+    tokens = log_up(root(sum(math.prod(shape[:-1]) for shape in shapes)))
+    changes = {node: Change(shape_of(node), 0.0, 0.0) for node in run.program.inputs}
+    logs = dict.fromkeys(changes, 0.0)  # what the report shows: of entries for scores, else of rows
+    result = replace(run, facts=dict(run.facts), steps={}, regions={})
     with torch.no_grad():
         for node in run.program.nodes:
-            change, region = _advance(run.call(node, cache), run, changes, most)
-            changes[node] = change
-            steps[node] = _rescaled(run.steps[node], change, changes)
-            main = change.main
-            if region is not None and math.isfinite(main):
-                before = changes[region.source].main
-                constant = exp_up(main - before)
-                regions[node] = (replace(region, bound=constant, whole=True),)
-                main = log_product(log_up(constant), before)
-            facts[node] = replace(run.facts[node], product=main, fused=main)
-        total = max(
-            (changes[o].rows(shape_of(o)) for o in run.program.outputs), default=-math.inf
-        )
-    return Propagation(run.program, facts, steps, total, total, regions)
+            call, step = run.call(node, cache), run.steps[node]
+            choices = _choices(call, run, changes)
+            choices.append((log_product(tokens, run.facts[node].fused), None))
+            row, region = min(choices, key=lambda choice: choice[0])
+            peak = min(_peak(node, step, changes), row)
+            spread = log_product(peak, log_up(root(math.prod(call.shape[-1:]))))
+            changes[node] = Change(call.shape, min(row, spread), peak)
+            logs[node] = peak if spread < row + 1e-9 else row
+            if region is not None and math.isfinite(logs[node]):
+                constant = exp_up(logs[node] - logs[region.source])
+                logs[node] = log_product(log_up(constant), logs[region.source])
+                result.regions[node] = (replace(region, bound=constant, whole=True),)
+            result.steps[node] = _rescaled(step, logs[node], logs)
+            result.facts[node] = replace(run.facts[node], product=logs[node])
+    total = max((changes[o].row for o in run.program.outputs), default=-math.inf)
+    return replace(result, product=total, fused=total)
 
 
-def _rescaled(step: Step, change: Change, changes: Changes) -> Step:
-    """The step with gains that give this change, for the report."""
-    gains = step.gains
-    if isinstance(step.map, op.Product):
-        terms = step.map.peaks if change.spread else step.map.rows
-        gains = tuple((signal, gain) for signal, gain, _ in terms) or gains
-    mains = {s.node: changes[s.node].main for s, _ in gains}
-    before = combined(replace(step, gains=gains), mains)
-    if not math.isfinite(before) or not math.isfinite(change.main):
-        return replace(step, gains=(), bracket=None)
-    factor = exp_up(change.main - before)
-    return replace(step, gains=tuple((s, gain * factor) for s, gain in gains), bracket=None)
+def _rescaled(step: Step, log: float, logs: dict[fx.Node, float]) -> Step:
+    """The step with gains that lead to this bound, for the report."""
+    before = combined(step, {s.node: logs[s.node] for s, _ in step.gains})
+    if not math.isfinite(before) or not math.isfinite(log):
+        return replace(step, bracket=None)
+    factor = exp_up(log - before)
+    return replace(step, gains=tuple((s, gain * factor) for s, gain in step.gains), bracket=None)
 
 
-def _advance(
-    call: Call, run: Propagation, changes: Changes, most: float
-) -> tuple[Change, Region | None]:
-    """The change of a node, and the region whose bound it is, if any."""
-    node, step = call.node, run.steps[call.node]
-    own = _rows_of(call.shape) if call.shape else torch.zeros((), dtype=torch.float64)
-    grouped = [g for g in (_grouped(call, step, changes), _fused(call, run, changes)) if g]
-
-    lines: list[tuple[float, Region | None]] = [(log_product(most, run.facts[node].fused), None)]
-    for region in run.regions.get(node, ()):
-        before = changes[region.source]
-        lines.append((log_product(log_up(region.bound), before.whole()), region))
-        if region.by_row is not None:
-            rows = before.rows(shape_of(region.source))
-            lines.append((log_product(log_up(region.by_row()), rows), region))
-    if step.gains and not grouped:
+def _choices(call: Call, run: Propagation, changes: Changes) -> list[tuple[float, Region | None]]:
+    """Bounds of the change of a row, and the regions that they are of."""
+    step, facts = run.steps[call.node], run.facts[call.node]
+    choices: list[tuple[float, Region | None]] = [(_row(call, step, changes), None)]
+    if step.gains:
         nodes = [s.node for s, _ in step.gains] + [s.part[0] for s, _ in step.gains if s.part]
-        lines.append((combined(step, {n: changes[n].whole() for n in nodes}), None))
-    line, winner = min(lines, key=lambda choice: choice[0])
-
-    row, groups = min(grouped, key=lambda choice: choice[0], default=(line, own))
-    if line <= row:
-        row, groups = line, own
-    else:
-        winner = None
-    peak = min(_peak(node, step, changes), row, line)
-    spread = False
-    if log_product(peak, log_up(root(math.prod(call.shape[-1:])))) < row + _SLACK:
-        largest = int(groups.unique(return_counts=True)[1].max())
-        entries = log_product(peak, log_up(root(largest)))
-        row, spread = min(row, entries), entries < row + _SLACK
-    mixed = _distinct(groups)
-    if mixed == 1 and groups.dim():
-        groups = groups[..., :1].clone().expand(groups.shape)  # one number per row is kept
-    return Change(row, line, peak, groups, mixed, spread), None if spread else winner
+        choices.append((combined(step, {n: changes[n].whole() for n in nodes}), None))
+    if isinstance(facts.form, Matrix) and facts.base is not None:
+        # neighbouring dense layers composed, and some outputs of one
+        base = changes[facts.base]
+        size = (*call.shape[-1:], *base.shape[-1:])
+        if base.shape[:-1] == call.shape[:-1] and tuple(facts.form.matrix.shape) == size:
+            gain = log_up(float(bracket(facts.form, call.cache).upper))
+            choices.append((log_product(gain, base.row), None))
+    for region in run.regions.get(call.node, ()):
+        before = changes[region.source]
+        choices.append((log_product(log_up(region.bound), before.whole()), region))
+        choices.append((log_product(log_up(region.by_row), before.row), region))
+    return choices
 
 
-def _fused(call: Call, run: Propagation, changes: Changes) -> Grouped | None:
-    """Neighbouring dense layers composed, and some outputs of one."""
-    form, base = run.facts[call.node].form, run.facts[call.node].base
-    if not isinstance(form, Matrix) or base is None:
-        return None
-    before = shape_of(base)
-    rows = before[:-1] == call.shape[:-1]
-    if not rows or tuple(form.matrix.shape) != (*call.shape[-1:], *before[-1:]):
-        return None
-    gain = log_up(float(bracket(form, call.cache).upper))
-    return _row_by_row(changes[base], gain, call.shape)
+def _row(call: Call, step: Step, changes: Changes) -> float:
+    """Bound of the change of a row by the rules 1 to 5; infinite where none applies."""
+    sources = [changes[s.node] for s, _ in step.gains]
+    match step.map:
+        case op.Product(rows=terms) if terms:
+            return _total(terms, changes)
+        case op.Copy(same=True):
+            return sources[0].row
+        case op.Copy() | op.Padded():
+            return log_product(log_up(_mixed(call, step)), sources[0].row)
+        case op.Join():
+            return log_root(source.row for source in sources)
+        case op.Largest() if any(source.shape != call.shape for source in sources):
+            return math.inf
+        case Pointwise() | op.Sum() | op.Scaled() | op.Choice() | op.Largest(sliding=False):
+            terms = [
+                log_product(log_up(gain_of(call.node, step, "linf", i)), s.repeated(call.shape))
+                for i, s in enumerate(sources)
+            ]
+            return log_root(terms) if step.combine == "root" else log_sum(terms)
+        case op.Weighted(form=Matrix()):
+            return log_product(log_up(step.gains[0][1]), sources[0].row)
+    return log_product(log_up(step.gains[0][1]), sources[0].row) if step.by_row else math.inf
+
+
+def _total(terms: tuple[op.Term, ...], changes: Changes) -> float:
+    """The sum of the terms of a product."""
+    logs = []
+    for signal, gain, kind in terms:
+        change = changes[signal.node]
+        logs.append(log_product(log_up(gain), change.row if kind == "row" else change.peak))
+    return log_sum(logs)
+
+
+def _mixed(call: Call, step: Step) -> float:
+    """√(r·m) for entries of at most m rows that are moved into one row, each at most r times."""
+    x, gain = step.gains[0]
+    places = places_of(call, x)
+    if not places.dim() or not x.shape:
+        return 1.0 if gain <= 1 else math.inf
+    repeats = 1
+    if gain > 1:
+        repeats = int((places == places.mode(-1, keepdim=True)[0]).sum(-1).max())
+    rows: Tensor = ((places - 1) // x.shape[-1]).sort(-1)[0]
+    return root(repeats * (1 + int((rows.diff(dim=-1) != 0).sum(-1).max())))
 
 
 def _peak(node: fx.Node, step: Step, changes: Changes) -> float:
     """Bound of the change of an entry; infinite where no rule has one."""
     if isinstance(step.map, op.Product):
-        return _terms(step.map.peaks, changes)
+        return _total(step.map.peaks, changes) if step.map.peaks else math.inf
     if isinstance(step.map, op.Opaque):
         return math.inf
     logs = [
@@ -217,124 +188,3 @@ def _peak(node: fx.Node, step: Step, changes: Changes) -> float:
         for i, (s, _) in enumerate(step.gains)
     ]
     return max(logs, default=-math.inf) if step.combine == "root" else log_sum(logs)
-
-
-def _terms(terms: tuple[op.Term, ...], changes: Changes) -> float:
-    """The sum of the terms of a product; infinite without any."""
-    if not terms:
-        return math.inf
-    logs = []
-    for signal, gain, kind in terms:
-        change = changes[signal.node]
-        size = change.peak if kind == "peak" else change.rows(signal.shape)
-        logs.append(log_product(log_up(gain), size))
-    return log_sum(logs)
-
-
-def _row_by_row(change: Change, gain: float, shape: Shape) -> Grouped:
-    """A map of every row by itself: unions of rows stay groups."""
-    if change.mixed == 1:
-        return log_product(gain, change.row), change.groups[..., :1].expand(shape)
-    source = tuple(change.groups.shape)
-    return log_product(gain, change.rows(source)), _rows_of(shape)
-
-
-def _grouped(call: Call, step: Step, changes: Changes) -> Grouped | None:
-    """Bound of the change of groups by the rules 1 to 6, and the groups; None where none applies."""
-    sources = [changes[s.node] for s, _ in step.gains]
-    if not sources or not call.shape:
-        return None
-    same = all(s.shape == call.shape for s, _ in step.gains)
-    match step.map:
-        case op.Copy(same=True):
-            return sources[0].row, sources[0].groups
-        case op.Copy() | op.Padded():
-            return _moved(call, step, changes)
-        case op.Join():
-            return _joined(call, step, changes)
-        case op.Weighted(form=Matrix()) | op.Normalised() | op.Sorted(last=True):
-            return _row_by_row(sources[0], log_up(step.gains[0][1]), call.shape)
-        case op.Sorted():
-            return _reordered(call, step, changes)
-        case op.Product(rows=terms):
-            return (_terms(terms, changes), _rows_of(call.shape)) if terms else None
-        case op.Average() if aten_name(call.node) in ("mean.dim", "sum.dim_IntList"):
-            rank = len(step.gains[0][0].shape)
-            if not call["dim"] or rank - 1 in [d % rank for d in call["dim"]]:
-                return None
-            weight = log_up(gain_of(call.node, step, "linf", 0))
-            rows = sources[0].rows(step.gains[0][0].shape)
-            return log_product(weight, rows), _rows_of(call.shape)
-        case op.Largest(sliding=False) if not same:
-            return None
-        case Pointwise() | op.Sum() | op.Scaled() | op.Choice() | op.Largest(sliding=False):
-            return _aligned(call, step, changes, same)
-    return None
-
-
-def _aligned(call: Call, step: Step, changes: Changes, same: bool) -> Grouped:
-    """Entries of several tensors at the same place: group by group where all have the same groups, else row by row."""
-    sources = [changes[s.node] for s, _ in step.gains]
-    groups = sources[0].groups
-    if same and all(torch.equal(groups, source.groups) for source in sources[1:]):
-        return _by_group(step, changes), groups
-    terms = [
-        log_product(log_up(gain_of(call.node, step, "linf", i)), source.rows(call.shape))
-        for i, source in enumerate(sources)
-    ]
-    return (log_root if step.combine == "root" else log_sum)(terms), _rows_of(call.shape)
-
-
-def _by_group(step: Step, changes: Changes) -> float:
-    """The bound after a step, group by group; parts of a tensor count as such where their groups are those of the tensor."""
-    gains = []
-    logs = {}
-    for signal, gain in step.gains:
-        change = changes[signal.node]
-        logs[signal.node] = change.row
-        if signal.part is not None:
-            base, places = signal.part
-            moved = changes[base].groups.flatten()[places.flatten().long()]
-            if torch.equal(moved, change.groups.flatten()):
-                logs[base] = changes[base].row
-            else:
-                signal = replace(signal, part=None)
-        gains.append((signal, gain))
-    return combined(replace(step, gains=tuple(gains)), logs)
-
-
-def _moved(call: Call, step: Step, changes: Changes) -> Grouped:
-    """Entries at constant places, zeros or copies: their groups move along where none is read twice."""
-    signal, gain = step.gains[0]
-    change = changes[signal.node]
-    groups = exactly(call.node, {signal.node: change.groups}, call.lookup)
-    if gain <= 1:
-        return change.row, groups
-    places = torch.arange(signal.numel, dtype=torch.float64).reshape(signal.shape)
-    places = exactly(call.node, {signal.node: places}, call.lookup)
-    repeated = int((places == places.mode(-1, keepdim=True)[0]).sum(-1).max())
-    size = root(_distinct(groups) * repeated)
-    return log_product(change.row, log_up(size)), _rows_of(call.shape)
-
-
-def _reordered(call: Call, step: Step, changes: Changes) -> Grouped | None:
-    """Maxima next to the minima of the same entries (MaxMin), where all of them have the same groups."""
-    if aten_name(call.node) not in ("cat.default", "concat.default", "stack.default"):
-        return None
-    parts = [n for n in call.node.all_input_nodes if n in changes]
-    nodes = [*parts, *(s.node for s, _ in step.gains)]
-    first = changes[nodes[0]].groups
-    if not all(torch.equal(first, changes[n].groups) for n in nodes):
-        return None
-    groups = exactly(call.node, {n: changes[n].groups for n in parts}, call.lookup)
-    return _by_group(step, changes), groups
-
-
-def _joined(call: Call, step: Step, changes: Changes) -> Grouped:
-    """A concatenation: groups of the same number are joined, or rows where that leaves several groups in one row."""
-    values: dict[Any, Any] = {s.node: changes[s.node].groups for s, _ in step.gains}
-    groups = exactly(call.node, values, call.lookup)
-    if _distinct(groups) == 1:
-        return _by_group(step, changes), groups
-    rows = [changes[s.node].rows(s.shape) for s, _ in step.gains]
-    return log_root(rows), _rows_of(call.shape)

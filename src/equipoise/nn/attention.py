@@ -24,9 +24,9 @@ the layer has constant `‖W_O‖·L_N·‖W‖`. Kim et al. have `√N(4ω + 1)
 
 Reference: Kim, Papamakarios, Mnih 2021, The Lipschitz constant of self-attention (theorem 3.2, there with `XA` as values).
 
-**In `max over tokens of ℓ2`.** Since `Σ_j p_j (r_j − r̄) = 0`, the sum is `dm_i = Σ_j p_j dq_j − 2τ Σ_j p_j (r_j − r̄) r_jᵀ(dq_j − dq_i)`.
+**In `max over tokens of ℓ2`.** Since `Σ_j p_j (r_j − r̄) = 0`, `dm_i = Σ_j p_j dq_j − 2τ Σ_j p_j (r_j − r̄) r_jᵀ(dq_j − dq_i)`.
 Where every dq_j has length at most 1, that is at most `1 + 4τ Σ_j p_j‖r_j − r̄‖‖r_j‖ ≤ 1 + 4τ Σ_j p_j‖r_j‖² ≤ 1 + 4ω`, by
-Cauchy–Schwarz and step 1. Head h reads `W_h x`, and heads may look at different tokens: `‖W_O‖(1 + 4ω)√(Σ_h ‖W_h‖²)`.
+Cauchy–Schwarz and step 1. H heads may look at H different tokens, which costs √H: `‖W_O‖(1 + 4ω)√H‖W‖`.
 
 # Attention from a convex potential
 
@@ -50,13 +50,12 @@ Heads are coordinates of their own of q, each with its δ.
 
    For any a, ‖UᵀLU‖ ≤ 2t with Σ|a| in t.
 
-**In `max over tokens of ℓ2`**, with u = ‖U‖, each token's own block and the blocks of the others are bounded apart.
+**In `max over tokens of ℓ2`**, a token's own block and those of the others are bounded apart.
 
-1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `max(1, 2u² − 1) + 2u²`, whatever N is.
-2. A memory acts on every token alone: `max(1, 2u² − 1)`.
-3. Own block `I − UᵀΣ_k a_k H_ik U`: at most max(1, t − 1) for a ≥ 0, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}`
-   is at most `Σ_k |a_k^h| w_kh` with `Σ_h w_kh² ≤ u²`, its square at most `s Σ_k |a_k^h| w_kh²` with s = max_h Σ_k |a_k^h|; summed
-   over heads `s·u²·Σ_k max_h |a_k^h|`. Together `(own + u²√(s·Σ_k max_h |a_k^h|))/√2`.
+1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `b + 2‖U‖² ≤ 2b + 1`, b = max(1, 2‖U‖² − 1).
+2. A memory acts on every token alone: b.
+3. Own block `I − UᵀΣ_k a_k H_ik U`: at most 1 for a ≥ 0 and t ≤ 1, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}` is
+   at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`.
 """
 
 import functools
@@ -185,13 +184,11 @@ class L2Attention(Described):
         )
 
     def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """`‖W_O‖·(1 + 4ω)·√(Σ_h ‖W_h‖²)/scale`, in `max over tokens of ℓ2`."""
-        with torch.no_grad():
-            heads = self.query.weight.detach().unflatten(0, (self.heads, -1))
-            lengths = [float(spectral_norm(W).upper) for W in heads]
-            norms = inflate(math.hypot(*lengths)) * float(spectral_norm(self.output).upper)
-        grown = 1 + 4 * _product_root(input_shape[0] - 1, 1.0) * (1 + 1e-12)
-        return Bound(inflate(inflate(norms) * grown / self.scale), Kind.UPPER, "L2 attention")
+        """`‖W_O‖·(1 + 4ω)·√heads·‖W‖/scale`, in `max over tokens of ℓ2`."""
+        tokens = input_shape[0]
+        grown = (1 + 4 * _product_root(tokens - 1, 1.0)) * math.sqrt(self.heads) * (1 + 1e-12)
+        value = self.lipschitz_upper(input_shape).value * inflate(grown / attention_gain(tokens))
+        return Bound(inflate(value), Kind.UPPER, "L2 attention")
 
 
 def _projection(
@@ -287,30 +284,30 @@ class ConvexAttention(CPL):
         """
         if not self.window:
             return super().bound(tensors, input_shape)
+        t, convex = self._reach(tensors)
+        return self._causal(math.sqrt(1 + t) if convex else 1 + 2 * t, tensors)
+
+    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The bound of the module's text in `max over tokens of ℓ2`."""
+        with torch.no_grad():
+            tensors = self.effective(*self.key(input_shape))
+            if self.window:
+                t, convex = self._reach(tensors)
+                own = 1.0 if convex else 1 + t
+                return self._causal(inflate(own + math.sqrt(self.heads) * t), tensors)
+            value = super().bound(tensors, input_shape).value
+        value = value if self.memory else inflate(2 * value + 1)
+        return Bound(value, Kind.UPPER, "convex attention")
+
+    def _reach(self, tensors: Tensors) -> tuple[float, bool]:
+        """t of the module's text, and whether its proof for a ≥ 0 and t ≤ 1 applies."""
         U, _, weights = tensors
         norm = upper_near_one(self.inner(U), None)
         total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
         t = inflate(total * norm**2)
-        value = math.sqrt(1 + t) if t <= 1 and bool((weights >= 0).all()) else 1 + 2 * t
-        # √½ in the dtype of the weights is off by a unit roundoff
-        value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
-        return Bound(inflate(value), Kind.UPPER, "causal convex attention")
+        return t, t <= 1 and bool((weights >= 0).all())
 
-    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound in `max over tokens of ℓ2`, of the module's text."""
-        with torch.no_grad():
-            U, _, weights = self.effective(*self.key(input_shape))
-            norm = upper_near_one(self.inner(U), None)
-        square = inflate(norm * norm)
-        if self.window:
-            sizes = weights.double().abs()
-            most = float(sizes.sum(-1).max()) * (1 + 1e-12)
-            apart = float(sizes.amax(0).sum()) * (1 + 1e-12)
-            t = inflate(square * most)
-            own = max(1.0, t - 1) if bool((weights >= 0).all()) else 1 + t
-            others = inflate(square * inflate(math.sqrt(inflate(most * apart))))
-            value = inflate(own + others) * math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
-        else:
-            own = max(1.0, inflate(2 * square) - 1)
-            value = own if self.memory else own + 2 * square
-        return Bound(inflate(value), Kind.UPPER, "convex attention")
+    def _causal(self, value: float, tensors: Tensors) -> Bound:
+        # √½ in the dtype of the weights is off by a unit roundoff
+        value *= math.sqrt(0.5) * (1 + torch.finfo(tensors[0].dtype).eps)
+        return Bound(inflate(value), Kind.UPPER, "causal convex attention")

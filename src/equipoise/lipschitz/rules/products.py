@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.lipschitz.operations import Normalised, Opaque, Product
+from equipoise.lipschitz.operations import Normalised, Opaque, Product, Term
 from equipoise.lipschitz.rules.registry import (
     BALL,
     Call,
@@ -19,7 +19,6 @@ from equipoise.lipschitz.rules.registry import (
     copies,
     largest,
     norm_of,
-    root,
     rule,
 )
 from equipoise.lipschitz.rules.shapes import COPIES, RESHAPES, SOFTMAX, named
@@ -31,30 +30,33 @@ from equipoise.maps.pointwise import TABLE
 
 @rule(*named(SOFTMAX))
 def softmax(call: Call) -> Step:
-    """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ).
-
-    Where every score changes by at most 1, an entry does by at most `2p(1 − p) ≤ ½`, the sum of all by `Σ pᵢ|sᵢ − s̄| ≤ 1`, and
-    so a row in ℓ2 by `√(½·1)`.
-    """
+    """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
     x = call.x
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     size = inflate(math.sqrt(x.numel // max(1, x.shape[call["dim"]])))
     row = 1.0 if last else math.inf
-    rows = ((x, inflate(math.sqrt(0.5)), "peak"),) if last else ()
-    map = Product(rows, ((x, 0.5, "peak"),))
-    return Step(((x, 0.5),), "softmax", map=map, norm=size, row=row, peak=1.0, low=0.0, offset=size)
+    return Step(
+        ((x, 0.5),),
+        "softmax",
+        map=Product(),
+        norm=size,
+        row=row,
+        peak=1.0,
+        low=0.0,
+        offset=size,
+        by_row=last,
+    )
 
 
 @rule("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(call: Call) -> Step:
-    """√n over n entries, 2 in ℓ∞: the Jacobian I − 1pᵀ at a vertex."""
+    """√n over n entries: the Jacobian I − 1pᵀ at a vertex."""
     x = call.x
     n = x.shape[call["dim"]]
     gain = inflate(math.sqrt(n)) if n > 1 else 0.0
-    last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
-    map = Product(((x, gain, "row"),) if last else (), ((x, 2.0, "peak"),))
     offset = inflate(math.log(n + 1) * math.sqrt(x.numel))
-    return Step(((x, gain),), "log-softmax", offset=offset, map=map)
+    by_row = call["dim"] in (-1, len(x.shape) - 1)
+    return Step(((x, gain),), "log-softmax", offset=offset, by_row=by_row)
 
 
 @rule("aten.logsumexp.default")
@@ -104,6 +106,7 @@ def _normalised(
         peak=inflate(length + (0.0 if bias is None else largest(bias))),
         map=Normalised(top, eps, bool(centred)) if by_rows else Opaque(),
         note="max|γ|/√ε, over the whole space",
+        by_row=by_rows,
     )
 
 
@@ -149,21 +152,6 @@ def _whole(a: Signal, call: Call) -> float:
     return a.norm if copies(a, call.shape) == 1 else math.inf
 
 
-def _row_size(a: Signal, call: Call) -> float:
-    """Bound of the rows of a, repeated to the shape of the result."""
-    same = a.shape[-1:] == call.shape[-1:]
-    return a.row if same else inflate(math.sqrt(math.prod(call.shape[-1:])) * a.peak)
-
-
-def _by_entries(call: Call, *factors: tuple[Signal, float, float]) -> Product:
-    """The terms of a product, entry by entry, of signals: each with bounds of an entry and of a row of what multiplies it."""
-    rows = tuple(
-        (x, peak, "row") if x.shape[-1:] == call.shape[-1:] else (x, row, "peak")
-        for x, peak, row in factors
-    )
-    return Product(rows if call.shape else (), tuple((x, peak, "peak") for x, peak, _ in factors))
-
-
 def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     """`a∘b` with broadcasting: gain of a is |b|_∞·√copies; that of b likewise, or the norm of a where b is the one repeated.
 
@@ -174,12 +162,17 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     """
     gains = []
     norms = []
+    rows: list[Term] = []
     for x, other in ((a, b), (b, a)):
         grown = copies(x, call.shape)
         size = min(inflate(other.peak * grown), _whole(other, call))
         if not math.isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
+        if x.shape[-1:] == call.shape[-1:]:
+            rows.append((x, other.peak, "row"))
+        else:  # an entry of x multiplies a row of the other
+            rows.append((x, other.row, "peak"))
         norms.append(inflate(inflate(x.norm * grown) * other.peak))
     norm = min((n for n in norms if not math.isnan(n)), default=math.inf)  # ∞·0
     low = 0.0 if a.node is b.node or min(a.low, b.low) >= 0 else -math.inf
@@ -191,7 +184,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         peak=peak,
         norm=norm,
         low=low,
-        map=_by_entries(call, (a, b.peak, _row_size(b, call)), (b, a.peak, _row_size(a, call))),
+        map=Product(tuple(rows), ((a, b.peak, "peak"), (b, a.peak, "peak"))),
     )
 
 
@@ -211,8 +204,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     if floor > 0 and dims is not None:
         row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else math.inf
         gain = inflate(copies(a, call.shape) / floor)
-        map = Product(((a, gain, "row"),)) if row == 1 else Opaque()
-        return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row, map=map)
+        return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row)
     if not b.low > 0:
         call.refuse(
             "dividing one branch by another is not Lipschitz near 0",
@@ -227,11 +219,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         (b, min(inflate(inflate(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
     )
     low = 0.0 if a.low >= 0 else -math.inf
-    most = inflate(1 / least)
-    length = inflate(math.sqrt(math.prod(call.shape[-1:])) * most)
-    lengths = inflate(_row_size(a, call) * steep)
-    map = _by_entries(call, (a, most, length), (b, inflate(a.peak * steep), lengths))
-    return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=map)
+    return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=Product())
 
 
 def _floored(bottom: Any) -> tuple[Any, float]:
@@ -299,21 +287,18 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
         return _attention(call, scores, b)
     # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
     size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))
-    columns = _columns(call, b)
     size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row))
-    if columns is not None:
+    columns = _columns(call, b)
+    peaks: tuple[Term, ...] = ()
+    if columns is not None:  # entry ij is the product of two rows
         size_b = min(size_b, inflate(math.sqrt(b.shape[-1]) * columns.row))
+        peaks = ((a, columns.row, "row"), (columns, a.row, "row"))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
     norm = min(inflate(a.norm * size_b), inflate(b.norm * size_a))
-    # entry ij is a_i·b_j with columns b_j, row i is Σ_j a_ij·(row j of B)
-    length = root(a.shape[-1])
-    total = inflate(length * a.row)
-    if columns is None:
-        peaks = ((a, inflate(length * b.peak), "row"), (b, total, "peak"))
-    else:
-        peaks = ((a, columns.row, "row"), (columns, a.row, "row"))
-    map = Product(((a, size_b, "row"), (b, total, "row")), peaks)
+    # row i of A·B is Σ_j a_ij·(row j of B), and Σ_j |a_ij| ≤ √n·‖a_i‖
+    rows = ((a, size_b, "row"), (b, inflate(math.sqrt(a.shape[-1]) * a.row), "row"))
+    map = Product(rows, peaks)
     return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=map)
 
 
@@ -344,9 +329,7 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
     queries = inflate(math.sqrt(scores.shape[-2]))
     norm = inflate(math.sqrt(math.prod(call.shape[:-1])) * v.row)
     gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
-    map = Product(
-        ((scores, v.row, "peak"), (v, 1.0, "row")), ((scores, v.peak, "peak"), (v, 1.0, "peak"))
-    )
+    map = Product(((scores, v.row, "peak"), (v, 1.0, "row")))
     return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=map)
 
 
@@ -357,6 +340,4 @@ def glu(call: Call) -> Step:
     if not math.isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
     gain = inflate(math.sqrt(1 + (x.peak / 4) ** 2))
-    last = call["dim"] % len(x.shape) == len(x.shape) - 1
-    map = Product(((x, gain, "row"),)) if last else Product()
-    return Step(((x, gain),), "gated linear unit", offset=0.0, peak=x.peak, map=map)
+    return Step(((x, gain),), "gated linear unit", offset=0.0, peak=x.peak, map=Product())
