@@ -103,7 +103,7 @@ def by_tokens(run: Propagation, cache: Cache) -> Propagation:
 def _rescaled(step: Step, log: float, logs: dict[fx.Node, float]) -> Step:
     """The step with gains that lead to this bound, for the report."""
     before = combined(step, {s.node: logs[s.node] for s, _ in step.gains})
-    if not math.isfinite(before) or not math.isfinite(log):
+    if not abs(log - before) > 1e-9:  # the same up to rounding
         return replace(step, bracket=None)
     factor = exp_up(log - before)
     return replace(step, gains=tuple((s, gain * factor) for s, gain in step.gains), bracket=None)
@@ -114,8 +114,8 @@ def _choices(call: Call, run: Propagation, changes: Changes) -> list[tuple[float
     step, facts = run.steps[call.node], run.facts[call.node]
     choices: list[tuple[float, Region | None]] = [(_row(call, step, changes), None)]
     if step.gains:
-        nodes = [s.node for s, _ in step.gains] + [s.part[0] for s, _ in step.gains if s.part]
-        choices.append((combined(step, {n: changes[n].whole() for n in nodes}), None))
+        sizes = {s.node: changes[s.node].whole() for s, _ in step.gains}
+        choices.append((combined(step, sizes), None))
     if isinstance(facts.form, Matrix) and facts.base is not None:
         # neighbouring dense layers composed, and some outputs of one
         base = changes[facts.base]
@@ -136,23 +136,18 @@ def _row(call: Call, step: Step, changes: Changes) -> float:
     match step.map:
         case op.Product(rows=terms) if terms:
             return _total(terms, changes)
-        case op.Copy(same=True):
-            return sources[0].row
-        case op.Copy() | op.Padded():
+        case op.Copy(same=False) | op.Padded():
             return log_product(log_up(_mixed(call, step)), sources[0].row)
         case op.Join():
             return log_root(source.row for source in sources)
-        case op.Largest() if any(source.shape != call.shape for source in sources):
-            return math.inf
-        case Pointwise() | op.Sum() | op.Scaled() | op.Choice() | op.Largest(sliding=False):
+        case Pointwise() | op.Sum() | op.Scaled() | op.Choice():
             terms = [
                 log_product(log_up(gain_of(call.node, step, "linf", i)), s.repeated(call.shape))
                 for i, s in enumerate(sources)
             ]
             return log_root(terms) if step.combine == "root" else log_sum(terms)
-        case op.Weighted(form=Matrix()):
-            return log_product(log_up(step.gains[0][1]), sources[0].row)
-    return log_product(log_up(step.gains[0][1]), sources[0].row) if step.by_row else math.inf
+    rows = step.by_row or isinstance(step.map, op.Copy) or isinstance(step.linear, Matrix)
+    return log_product(log_up(step.gains[0][1]), sources[0].row) if rows else math.inf
 
 
 def _total(terms: tuple[op.Term, ...], changes: Changes) -> float:

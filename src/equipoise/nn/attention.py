@@ -55,7 +55,8 @@ Heads are coordinates of their own of q, each with its δ.
 1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `b + 2‖U‖² ≤ 2b + 1`, b = max(1, 2‖U‖² − 1).
 2. A memory acts on every token alone: b.
 3. Own block `I − UᵀΣ_k a_k H_ik U`: at most 1 for a ≥ 0 and t ≤ 1, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}` is
-   at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`.
+   at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times the
+   bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, and `1 + t + √H·t ≤ √H(1 + 2t)`.
 """
 
 import functools
@@ -284,30 +285,20 @@ class ConvexAttention(CPL):
         """
         if not self.window:
             return super().bound(tensors, input_shape)
-        t, convex = self._reach(tensors)
-        return self._causal(math.sqrt(1 + t) if convex else 1 + 2 * t, tensors)
-
-    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound of the module's text in `max over tokens of ℓ2`."""
-        with torch.no_grad():
-            tensors = self.effective(*self.key(input_shape))
-            if self.window:
-                t, convex = self._reach(tensors)
-                own = 1.0 if convex else 1 + t
-                return self._causal(inflate(own + math.sqrt(self.heads) * t), tensors)
-            value = super().bound(tensors, input_shape).value
-        value = value if self.memory else inflate(2 * value + 1)
-        return Bound(value, Kind.UPPER, "convex attention")
-
-    def _reach(self, tensors: Tensors) -> tuple[float, bool]:
-        """t of the module's text, and whether its proof for a ≥ 0 and t ≤ 1 applies."""
         U, _, weights = tensors
         norm = upper_near_one(self.inner(U), None)
         total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
         t = inflate(total * norm**2)
-        return t, t <= 1 and bool((weights >= 0).all())
-
-    def _causal(self, value: float, tensors: Tensors) -> Bound:
+        value = math.sqrt(1 + t) if t <= 1 and bool((weights >= 0).all()) else 1 + 2 * t
         # √½ in the dtype of the weights is off by a unit roundoff
-        value *= math.sqrt(0.5) * (1 + torch.finfo(tensors[0].dtype).eps)
+        value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
         return Bound(inflate(value), Kind.UPPER, "causal convex attention")
+
+    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The bound of the module's text in `max over tokens of ℓ2`."""
+        value = self.lipschitz_upper(input_shape).value
+        if self.window:
+            value *= inflate(math.sqrt(2 * self.heads))
+        elif not self.memory:
+            value = 2 * value + 1
+        return Bound(inflate(value), Kind.UPPER, "convex attention")
