@@ -44,7 +44,7 @@ _MARGIN = 1 - 1e-9
 def write(
     model: nn.Module,
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     folder: str | Path,
     *,
     radii: Tensor | None = None,
@@ -56,7 +56,7 @@ def write(
     Args:
         model: a network of the operations in `docs/certificates.md`; layers of `equipoise.nn` are exported first.
         x: inputs, the batch first; uint8 images are taken as `x / 255`.
-        y: their labels.
+        y: their labels; None claims the Lipschitz constant alone, and x gives the shape of an input.
         folder: where the bundle is written; existing files of a bundle are replaced.
         radii: claimed radii, lowered to what the checker proves; for dense ReLU networks it proves local certificates too. By
             default the largest radii that follow from the Lipschitz constant.
@@ -71,21 +71,28 @@ def write(
     Raises:
         Refused: the network contains an operation that bundles do not have; the message names it.
     """
-    labels = np.asarray(y.detach().cpu(), dtype=np.int64)
-    if labels.shape != (len(x),) or not len(labels):
-        raise InputError(
-            f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}"
-        )
     divisor = 255 if x.dtype == torch.uint8 else 1
     images = np.asarray(x.detach().cpu())
     parameter = next(model.parameters(), torch.zeros(()))
     example = (x[:2] / divisor).to(parameter)
+    labels = np.zeros(len(x), np.int64)
+    if y is not None:
+        labels = np.asarray(y.detach().cpu(), dtype=np.int64)
+    if labels.shape != (len(x),) or not len(labels):
+        raise InputError(
+            f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}"
+        )
     document, weights = describe(model, example)
     kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
             network = checker.Network(document, weights)
             _require_same_function(model, network, example)
+            claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+            if y is None:
+                files = {"weights.safetensors": to_safetensors(weights)}
+                _save(folder, {**document, "claims": claims}, files)
+                return claims
             proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
             if deployed:
                 # rounding grows with the radius: what is proved for a larger one holds
@@ -95,7 +102,6 @@ def write(
         raise Refused(f"the checker proves nothing about this network: {error}") from None
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
-    claims: dict[str, Any] = {"lipschitz": float(network.constant)}
     levels = [float(epsilon) for epsilon in epsilons]
 
     def claim(name: str) -> dict[str, Any]:

@@ -6,16 +6,11 @@ This file needs Python 3.10 and NumPy, and nothing of equipoise or PyTorch. A bu
     weights.safetensors    its weights
     inputs.safetensors     inputs, labels, claimed radii (if any input is certified)
 
-The claims are about the real function of the stored weights. They are checked in three steps:
-
-1. `check_norm` proves that the spectral norm of every linear layer is at most the number in the bundle.
-2. `Network` evaluates the operations in order. For each value it carries a Lipschitz constant from the input, and a bound
-   of the rounding error.
-3. `provable_radius` compares the margins of an input with these constants.
-
-Everything is computed in float64, and every rounding error made here is counted against the claim. One argument is enough:
-a sum of n products, in any order, is wrong by at most `gamma(n)` times the sum of their sizes (Higham, Accuracy and
-Stability of Numerical Algorithms, 3.1).
+The claims are about the real function of the stored weights. `check_norm` proves the norm of every linear layer, `Network`
+carries a Lipschitz constant and a rounding error from operation to operation, and `provable_radius` compares the margins of
+an input with them. All is computed in float64, and every rounding error made here is counted against the claim: a sum of n
+products, in any order, is wrong by at most `gamma(n)` times the sum of their sizes (Higham, Accuracy and Stability of
+Numerical Algorithms, 3.1).
 
 In the arrays of a network, the first axis counts channels, and the last one the samples of a batch. `check_layers.py`
 beside this file knows more operations; `check_dense.py`, `check_deployed.py` and `check_smoothing.py` know more claims.
@@ -134,9 +129,6 @@ def read_bundle(folder):
     return document, files
 
 
-# --- rounding ----------------------------------------------------------------------------------------------------------
-
-
 def gamma(n, unit=U):
     """`n·u/(1 − n·u)`, rounded up."""
     require(n * unit < 0.01, "a sum is too long for its rounding to be bounded")
@@ -162,17 +154,13 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
     """Prove that a convolution W has a spectral norm of at most s. The kernel K has the axes outputs, inputs, taps.
 
     *Circle.* With zero padding p on n pixels, W is a part of the circular convolution on a period of N ≥ n + 2p pixels, in
-    which no window wraps. So it is enough to bound that one. Below, W is circular.
-
+    which no window wraps. So it is enough to bound that one: below, W is circular.
     *Gram matrix.* With stride q, `WWᵀ` is a circular convolution on N/q points. Outputs that are d points apart, read with
     taps that are q·d apart, have the product `C_d = Σ_t K_(t+qd) K_tᵀ`.
-
     *Fourier.* In the Fourier basis it is block diagonal, with the blocks `G(ω) = Σ_d C_d exp(iω·d)`. Those of ω and −ω are
     conjugates, so half of the frequencies are enough.
-
     *Cholesky.* If Cholesky's algorithm runs to its end on `tI − G`, then `tI − G + E ⪰ 0` with `‖E‖ ≤ γ·n·t` (Rump 2006).
     So all eigenvalues of the true G are at most `t + γ·n·t + error`, and t is chosen such that this is at most s².
-
     *Rounding.* The products, their sum over t, exp, and the sum over d cost at most `γ·(Σ_t ‖K_t‖_F)²`.
     """
     if len(kernel) > kernel.shape[1] and (stride == 1).all():
@@ -185,8 +173,8 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
     half = points.copy()
     half[:1] = points[:1] // 2 + 1
     count = math.prod(2 * degree + 1)
-    few = n <= 4096 and count * n**2 <= 2**25 and math.prod(half) * (n + 128) ** 3 <= 2**40
-    require(few, "a linear layer is too large")
+    require(n <= 4096 and count * n**2 <= 2**25, "a linear layer has too many channels")
+    require(math.prod(half) * (n + 128) ** 3 <= 2**40, "a linear layer has too many frequencies")
 
     # the kernel is moved over itself
     reach = degree * stride
@@ -330,18 +318,9 @@ def gather(network, node, x):
     return Step(entries[index], math.sqrt(repeated) * SLACK)
 
 
-OPERATIONS = {
-    "linear": linear,
-    "convolution": linear,
-    "shift": shift,
-    "scale": scale,
-    "divide": scale,
-    "add": add,
-    "abs": absolute,
-    "relu": relu,
-    "reshape": reshape,
-    "gather": gather,
-}
+OPERATIONS = {"linear": linear, "convolution": linear, "reshape": reshape, "gather": gather}
+OPERATIONS |= {"shift": shift, "scale": scale, "divide": scale}
+OPERATIONS |= {"add": add, "abs": absolute, "relu": relu}
 
 
 # --- networks ----------------------------------------------------------------------------------------------------------
@@ -433,7 +412,7 @@ def provable_radius(network, z, error, label):
         constants = norm((weight[label] - weight).T) * network.constant / last["upper"]
     margins = z[label] - z - 2 * error
     ratios = np.delete(margins / (constants * SLACK + TINY), label)
-    return max(0.0, ratios.min(initial=np.inf) / SLACK)
+    return max(0.0, ratios.min() / SLACK)
 
 
 def provable_radii(network, x, divisor, labels):
