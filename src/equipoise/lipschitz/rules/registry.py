@@ -23,7 +23,7 @@ from equipoise.norms.spectral import Cache, bracket
 
 Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
-BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
+BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R; smoothing (`certify`) needs no bound"
 
 
 @dataclass(frozen=True, eq=False)
