@@ -111,7 +111,7 @@ def _choices(call: Call, run: Propagation, changes: Changes) -> list[tuple[float
     if isinstance(facts.form, Matrix) and facts.base is not None:
         # neighbouring dense layers composed, and some outputs of one, row by row
         base = changes[facts.base]
-        if (*call.shape, *base.shape[-1:]) == (*base.shape[:-1], *facts.form.matrix.shape):
+        if tuple(facts.form.matrix.shape) == (*call.shape[-1:], *base.shape[-1:]):
             gain = log_up(float(bracket(facts.form, call.cache).upper))
             choices.append((log_product(gain, base.row), step))
     for region in run.regions.get(call.node, ()):
