@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -40,7 +41,7 @@ def random_network(batch: Batch) -> tuple[nn.Module, Tensor]:
     inputs = batch.integer(2, 12)
     sizes = [inputs, *([width] * batch.integer(1, 4))]
     layers = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), activation()]
     net = nn.Sequential(*layers, nn.Linear(width, classes)).eval()
     for parameter in net.parameters():
