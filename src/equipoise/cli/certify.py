@@ -382,7 +382,9 @@ def export(
 
 
 def check(
-    folder: Annotated[Path, typer.Argument(help="the folder of the bundle")],
+    folder: Annotated[
+        Path, typer.Argument(help="the folder of the bundle, or the name of a packaged network")
+    ],
     exact: Annotated[
         bool, typer.Option(help="use exact integers; for dense ReLU networks")
     ] = False,
@@ -397,10 +399,21 @@ def check(
     Examples:
 
       equipoise check bundle/
+      equipoise check cifar10
     """
-    from equipoise import certificates
+    from tempfile import TemporaryDirectory
 
-    proved = certificates.check(folder, exact=exact)
+    import torch
+
+    from equipoise import certificates, models
+
+    with TemporaryDirectory() as bundle:
+        if str(folder) in models.bundled() and not folder.exists():
+            network = models.load(folder)
+            example = torch.zeros(1, *(network.input_shape or ()))
+            certificates.write(network.model, example, None, bundle)
+            folder = Path(bundle)
+        proved = certificates.check(folder, exact=exact)
     emit_json({"accepted": True, "proved": proved}) if json else tell(
         "ACCEPTED", *(f"  {line}" for line in proved)
     )

@@ -83,7 +83,7 @@ def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, NDArray[np.boo
         raise InputError(
             f"expected as many radii as verdicts and at least one, got {r.size} and {c.size}"
         )
-    if bool(np.any(np.isnan(r))):
+    if np.any(np.isnan(r)):
         raise InputError("a radius is NaN")
     return r, c
 

@@ -14,6 +14,7 @@ from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
 
+_NORMS = {"l2": "ℓ2", "token": "max over tokens of ℓ2"}
 #: kinds of rows that hold nothing to shrink
 _ADDITIONS = ("sum", "difference")
 
@@ -39,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Upper bounds of the Lipschitz constant of a network in ℓ2, with the layers they are made of.
+    """Upper bounds of the Lipschitz constant of a network, with the layers they are made of.
 
     `upper` is the smallest proved total, `product` the layer-by-layer one; both are infinite where they exceed the floats,
     `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere). `pairs`
@@ -56,6 +57,7 @@ class Report:
     notes: tuple[str, ...] = ()
     log_chain: float | None = None
     pairs: Tensor | None = field(default=None, repr=False, compare=False)
+    norm: str = "l2"
 
     @property
     def upper(self) -> float:
@@ -107,7 +109,7 @@ class Report:
             else f"for inputs of norm at most {format_down(self.ball)}"
         )
         lines = [
-            f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
+            f"Lipschitz constant ({_NORMS[self.norm]}, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
             f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
             + ("" if self.log_chain is None else f"; chain: {show_log(self.log_chain)}"),
         ]
@@ -128,7 +130,7 @@ class Report:
         ]
         return {
             **{name: _finite(getattr(self, name)) for name in totals},
-            "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
+            "log_chain": self.log_chain, "method": self.method, "norm": self.norm, "kind": "upper", "ball": self.ball,
             "notes": list(self.notes),
             "fix_first": [row.name for row in self.fix_first()],
             "layers": [{k: _finite(v) for k, v in row.items()} for row in rows],

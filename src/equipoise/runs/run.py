@@ -92,12 +92,12 @@ class Results:
     @property
     def right(self) -> NDArray[np.bool_]:
         """Whose answer is the label."""
-        return np.asarray((self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled)))
+        return (self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled))
 
     @property
     def correct(self) -> NDArray[np.bool_]:
         """Whose certified answer is the label: what counts for certified accuracy at ε = 0."""
-        return np.asarray(self.right & (self.prediction == self.answer))
+        return self.right & (self.prediction == self.answer)
 
     @property
     def status(self) -> tuple[str, ...]:

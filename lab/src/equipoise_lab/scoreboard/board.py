@@ -31,14 +31,14 @@ class Board:
         """One row per family and loss, best certified accuracy first: means over seeds."""
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for cell in self.cells:
-            asked = cell["asked"]["cell"]
-            groups.setdefault((asked["family"], asked["loss"]), []).append(cell)
-        found = []
+            request = cell["asked"]["cell"]
+            groups.setdefault((request["family"], request["loss"]), []).append(cell)
+        records = []
         for (family, loss), cells in groups.items():
             good = [c for c in cells if "refused" not in c]
             row: dict[str, Any] = {"family": family, "loss": loss, "seeds": len(good)}
             if not good:
-                found.append({**row, "refused": cells[0]["refused"]})
+                records.append({**row, "refused": cells[0]["refused"]})
                 continue
             radii = list(good[0]["certified"])
             row["accuracy"] = mean_of([100 * c["accuracy"] for c in good])
@@ -55,10 +55,10 @@ class Board:
                 "samples": good[0]["samples"],
                 "bound": max(c["bound"] for c in good),
             }
-            found.append(row)
-        first = next((next(iter(r["certified"])) for r in found if "certified" in r), "")
+            records.append(row)
+        first = next((next(iter(r["certified"])) for r in records if "certified" in r), "")
         return sorted(
-            found, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf
+            records, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf
         )
 
     def markdown(self) -> str:
@@ -99,7 +99,7 @@ class Board:
         """What the figures are."""
         good = [c for c in self.cells if "refused" not in c]
         samples = good[0]["samples"] if good else 0
-        said = [
+        sentences = [
             "Per cent of test inputs, mean over seeds (± 95 % interval where there are several). Certified: proved Lipschitz "
             f"bounds, by pairs of classes, on {samples:,} inputs. Attacked: right under PGD within {self.budget['epsilon']:.4g} "
             "(ℓ2) on the first 500, at least the certified share of them. The same network, data, optimizer and budget of "
@@ -107,10 +107,10 @@ class Board:
         ]
         counts = [c["autoattack_samples"] for c in good if "autoattack" in c]
         if counts:
-            said.append(
+            sentences.append(
                 f"AutoAttack: right under PGD and its four attacks, on the first {min(counts)} inputs or more."
             )
-        return said
+        return sentences
 
     def page(self) -> str:
         """A self-contained HTML page with the table and certified accuracy against the cost of a step."""
@@ -155,12 +155,12 @@ def play(
     if autoattack > 0:
         require_autoattack()
     cells, folder = list(cells), Path(folder)
-    asked = json.loads(json.dumps(asdict(budget)))
-    found = _before(folder, asked)
+    request = json.loads(json.dumps(asdict(budget)))
+    stored = _before(folder, request)
     left = [
         cell
         for cell in cells
-        if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())
+        if cell not in stored or (autoattack and (folder / "cells" / cell.name).exists())
     ]
     if left:
         # data that cannot be read are refused once, not in every cell
@@ -168,10 +168,10 @@ def play(
     for cell, figures in (_in_turn if workers == 0 else _on_ray)(
         left, budget, folder, workers, autoattack
     ):
-        found[cell] = figures
+        stored[cell] = figures
         if tell is not None:
             tell(cell, figures)
-    board = Board(asked, [found[cell] for cell in sorted(found)])
+    board = Board(request, [stored[cell] for cell in sorted(stored)])
     atomic_write(
         folder / "scoreboard.json",
         json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n",
