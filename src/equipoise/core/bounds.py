@@ -75,12 +75,9 @@ class Bracket:
     @property
     def gap(self) -> Number:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
-        if isinstance(self.lower, Tensor) or isinstance(self.upper, Tensor):
-            low, up = _tensor(self.lower), _tensor(self.upper)
-            return torch.where(up == low, torch.zeros_like(up), up / low - 1)
-        if self.upper == self.lower:
-            return 0.0
-        return self.upper / self.lower - 1 if self.lower > 0 else math.inf
+        low, up = _tensor(self.lower), _tensor(self.upper)
+        gap = torch.where(up == low, torch.zeros_like(up), up / low - 1)
+        return gap if gap.dim() else float(gap)
 
     @property
     def reached(self) -> bool:

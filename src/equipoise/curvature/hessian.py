@@ -74,8 +74,7 @@ class LossHessian(LinearOperator):
                 f"this model has no parameter with a name that matches {patterns[0]!r}; see model.named_parameters()"
             )
         first = next(iter(selected.values()))
-        exact = first.dtype in (torch.float32, torch.float64)
-        self.arithmetic = dtype or (first.dtype if exact else torch.float32)
+        self.arithmetic = dtype or torch.promote_types(first.dtype, torch.float32)
         self.device = first.device
 
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}

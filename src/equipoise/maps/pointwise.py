@@ -1,6 +1,6 @@
 """Activations as values: the one table of their slopes, curvature, size and real function.
 
-A `Pointwise` applies one real function φ to every entry. Everything a bound needs of it stands here, rounded outward: the
+A `Pointwise` applies one real function φ to every entry. Everything a bound needs of it is in this table, rounded outward: the
 interval of its slopes (the Lipschitz constant is the larger end in absolute value), the largest |φ''| where φ is smooth,
 |φ(0)| and sup|φ|, and, for maps with one kink at 0 and slopes on either side (ReLU, leaky ReLU, |x|), those two slopes.
 GELU, SiLU and Mish exceed 1, and their slopes go below 0; `GELU'(x) + GELU'(−x) = 1`, and the same for its tanh form and
@@ -63,10 +63,6 @@ class Pointwise:
         return self.function(x)
 
 
-def _number(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64)
-
-
 def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     """`left·x` below 0 and `right·x` above; tensors must broadcast against the entries.
 
@@ -77,8 +73,7 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     >>> hinge(0.1).slopes, hinge(-2.0).gain
     ((0.1, 1.0), 2.0)
     """
-    a, b = (s if isinstance(s, Tensor) else _number(s) for s in (left, right))
-    a, b = a.detach().double(), b.detach().double()
+    a, b = float64(left), float64(right)
     ends = [float(v) for t in (a, b) for v in (t.min(), t.max())]
     plain = bool(((a.abs() == 1) | (a == 0)).all()) and bool(((b.abs() == 1) | (b == 0)).all())
     return Pointwise(

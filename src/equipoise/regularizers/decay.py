@@ -357,7 +357,7 @@ class LayerwiseDecay(_Watching):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _require_rows(h: Any, logits: Any) -> None:

@@ -66,8 +66,8 @@ def random_networks(batch: Batch) -> None:
     image = batch.choose(True, False)
     blocks = _image_blocks(size) if image else _vector_blocks(size)
     pointwise = [nn.Softmax(1), *[getattr(nn, name)() for name in _POINTWISE]]
-    chosen = [batch.choose(*batch.choose(blocks, pointwise)) for _ in range(batch.integer(1, 5))]
-    network = nn.Sequential(*chosen, nn.Flatten(1))
+    parts = [batch.choose(*batch.choose(blocks, pointwise)) for _ in range(batch.integer(1, 5))]
+    network = nn.Sequential(*parts, nn.Flatten(1))
     for module in network.eval().modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.running_var = torch.empty(size).uniform_(0.2, 3.0)
