@@ -68,14 +68,16 @@ class Bracket:
     vectors: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lower, upper = _tensor(self.lower), _tensor(self.upper)
+        lower = _tensor(self.lower)
+        upper = _tensor(self.upper)
         if (lower > upper).any() or lower.isnan().any() or upper.isnan().any():
             raise InputError(f"a bracket needs lower ≤ upper, got [{self.lower!r}, {self.upper!r}]")
 
     @property
     def gap(self) -> Number:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
-        low, up = _tensor(self.lower), _tensor(self.upper)
+        low = _tensor(self.lower)
+        up = _tensor(self.upper)
         gap = torch.where(up == low, torch.zeros_like(up), up / low - 1)
         return gap if gap.dim() else float(gap)
 

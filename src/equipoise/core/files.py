@@ -302,11 +302,14 @@ class Digest:
             head = f"{kind}{value.dtype}{tuple(value.shape)}"
             body = value.reshape(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, np.ndarray):
-            head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
+            head = f"{value.dtype}{value.shape}"
+            body = np.ascontiguousarray(value).tobytes()
         elif isinstance(value, bytes):
-            head, body = "bytes", value
+            head = "bytes"
+            body = value
         else:
-            head, body = "text", str(value).encode()
+            head = "text"
+            body = str(value).encode()
         for part in (name.encode(), head.encode(), body):
             self.feed(len(part).to_bytes(8, "little")).feed(part)
         return self

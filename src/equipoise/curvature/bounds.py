@@ -107,7 +107,8 @@ def hessian_bound_report(
     downstream = _downstream(chain, norms)
 
     gradient = 0.0
-    parts, sensitivities = dict.fromkeys(linear, 0.0), dict.fromkeys(linear, 0.0)
+    parts = dict.fromkeys(linear, 0.0)
+    sensitivities = dict.fromkeys(linear, 0.0)
     for x, y in hessian.batches:
         inputs, z = _activations(chain, x)
         bend, slope = _logit_curvature(z, y, loss)

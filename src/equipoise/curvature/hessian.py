@@ -171,7 +171,8 @@ def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_square(z: Tensor, y: Tensor) -> Tensor:
-    z, y = z.reshape(len(z), -1), y.reshape(len(y), -1)
+    z = z.reshape(len(z), -1)
+    y = y.reshape(len(y), -1)
     if z.shape != y.shape:  # would be broadcast
         raise InputError(
             f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"

@@ -24,7 +24,8 @@ Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 #: the label of an input without one
 UNKNOWN = -1
 #: usual names of the inputs and of the labels
-IMAGES, LABELS = ("image", "x"), ("label", "y")
+IMAGES = ("image", "x")
+LABELS = ("label", "y")
 _CHUNK_BYTES = 16 * 2**20
 _LARGEST_LABEL = np.iinfo(np.int32).max
 

@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from equipoise.core.precision import float64, inflate
 
 Function = Callable[[Tensor], Tensor]
-GELU, SILU = 1.128904145185156, 1.099839320128868
+GELU = 1.128904145185156
+SILU = 1.099839320128868
 GELU_TANH = 1.1289934  # 1.128993068658773, and more than the rounding of its two constants to float32 can add
-MISH, MISH_LOW = 1.088498161251729, -0.112526123
+MISH = 1.088498161251729
+MISH_LOW = -0.112526123
 SELU = 1.758099340847378
 SIXTH = 0.1666666716337205  # 1/6 as float32 rounds it up
 
@@ -73,7 +75,8 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     >>> hinge(0.1).slopes, hinge(-2.0).gain
     ((0.1, 1.0), 2.0)
     """
-    a, b = float64(left), float64(right)
+    a = float64(left)
+    b = float64(right)
     ends = [float(v) for t in (a, b) for v in (t.min(), t.max())]
     plain = bool(((a.abs() == 1) | (a == 0)).all()) and bool(((b.abs() == 1) | (b == 0)).all())
     return Pointwise(

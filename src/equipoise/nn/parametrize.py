@@ -177,7 +177,8 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             values = _compute_with(ctx.module, tensors, ctx.args)
         present = [i for i, value in enumerate(values) if value.requires_grad]
-        outputs, outer = [values[i] for i in present], [gradients[i] for i in present]
+        outputs = [values[i] for i in present]
+        outer = [gradients[i] for i in present]
         return None, None, None, *differentiated(outputs, outer, *tensors, again=again)
 
 

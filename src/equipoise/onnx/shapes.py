@@ -37,7 +37,9 @@ def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Te
 
 @operator("Range")
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = start.item(), limit.item(), step.item()
+    first = start.item()
+    last = limit.item()
+    by = step.item()
     bounded(spec, [math.ceil(abs((last - first) / by))])
     return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
 

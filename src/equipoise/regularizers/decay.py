@@ -116,7 +116,8 @@ def smoothed_cross_entropy(
         logits.shape[:-1].numel(),
         logits.shape[-1],
     )
-    z, dtype = logits.to(_wide(logits)), _wide(logits)
+    z = logits.to(_wide(logits))
+    dtype = _wide(logits)
     g = torch.randn(samples, *z.shape, generator=generator, dtype=dtype, device=z.device)
     # the gradient of a length at zero is zero
     spread = sigma * safe_root(_square(h)).to(dtype)[..., None] * g
@@ -160,11 +161,13 @@ class _Watching:
         self._drop()
         for handle in self._outer:
             handle.remove()
-        self._outer, self._calls = [], []
+        self._outer = []
+        self._calls = []
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._drop()
-        self._calls, self._differentiated = [], torch.is_grad_enabled()
+        self._calls = []
+        self._differentiated = torch.is_grad_enabled()
         self._inner = [
             layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
             for name, layer in self._layers.items()

@@ -194,7 +194,8 @@ class Grid:
             bits: the generator.
             out: array to fill.
         """
-        law, flat = self.law, out.reshape(-1)
+        law = self.law
+        flat = out.reshape(-1)
         words = bits.random_raw(-(-flat.size // 4)).astype("<u8", copy=False)
         first = words.view("<u2")[: flat.size]
         if out.dtype == np.float32:
@@ -320,7 +321,8 @@ class Noise:
             key: of the generator.
         """
         host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        out, bits = host.numpy(), philox(key)
+        out = host.numpy()
+        bits = philox(key)
         if not self.grids:
             np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
             return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)

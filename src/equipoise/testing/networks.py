@@ -42,7 +42,8 @@ def random_layers(batch: Batch) -> None:
     x, y = torch.randn(2, 8, inputs, 4, 4)
     if batch.choose(True, False):
         layer = getattr(layers, f"{kind}Linear")(inputs, outputs)
-        x, y = x[..., 0, 0], y[..., 0, 0]
+        x = x[..., 0, 0]
+        y = y[..., 0, 0]
     else:
         layer = getattr(layers, f"{kind}Conv2d")(inputs, outputs, 3, padding=1)
 
