@@ -185,11 +185,9 @@ class Powers:
         g = g.to(self.signs.dtype)
         gA = self.signs * (g + g.mT)
         gA[0] = self.signs[0] * g
-        return (
-            _kernel_gradient(gA, self.history, self.reach)
-            if self.reach
-            else _matrix_gradient(gA, self.history)
-        )
+        if not self.reach:
+            return _matrix_gradient(gA, self.history)
+        return _kernel_gradient(gA, self.history, self.reach)
 
 
 def powers(K: Tensor, t: int) -> Powers:

@@ -310,11 +310,7 @@ class ActivationDecay(_Watching):
             self.name = self._calls[0][0]
             self._layers = {self.name: self._layers[self.name]}
         elif isinstance(output, Tensor):
-            raise InputError(
-                f"the forward pass did not call {self.name!r}"
-                if self.name
-                else "no nn.Linear was called"
-            )
+            raise InputError(f"the forward pass did not call {self.name or 'any nn.Linear'}")
 
     def _record(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         self._calls = []  # only the last call counts

@@ -175,11 +175,9 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     noise = setting.noise
     alpha = setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
-    bounds = (
-        moment_bounds(sample.moments, *shared)
-        if sample.kept is None
-        else sample_bounds(sample.kept, *shared)
-    )
+    bounds = moment_bounds(sample.moments, *shared)
+    if sample.kept is not None:
+        bounds = sample_bounds(sample.kept, *shared)
     if plan.direct.any():
         risk = np.full(len(plan.direct), alpha)
         direct = margin_bounds(sample.moments, plan.partition, noise, risk, sample.smoothness)

@@ -58,11 +58,9 @@ class Frame:
             centre = self.centre[axis]
             return (centre, reach - centre) if self.embed else (0, 0)
         (left, right), reach = self.plain.amount[axis], self.plain.axes[axis].reach
-        return (
-            (left, right)
-            if self.embed
-            else (max(0, left - reach // 2), max(0, right - reach + reach // 2))
-        )
+        if self.embed:
+            return left, right
+        return max(0, left - reach // 2), max(0, right - reach + reach // 2)
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
@@ -113,11 +111,9 @@ class Frame:
                 raise InputError(
                     f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps"
                 )
-            first = (
-                reach // 2 - pads[0] + before
-                if self.stride == (1, 1)
-                else before + (-(-n // s) - count) // 2
-            )
+            first = before + reach // 2 - pads[0]
+            if self.stride != (1, 1):
+                first = before + (-(-n // s) - count) // 2
             sizes.append((first, count))
         return sizes
 
