@@ -10,6 +10,7 @@ from equipoise.attacks import pgd
 from equipoise.checkpoints import load_factory, load_model, load_weights
 from equipoise.core import InputError, Refused
 from equipoise.data import load_dataset
+from equipoise.report import collect, render
 
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
 
@@ -40,7 +41,7 @@ CALLS = {
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside"),
     "a network that raises": (lambda _: attack(model=raising), InputError, "failed with KeyError: 'inside"),
     "digit": (lambda _: load_dataset("digit"), InputError, "no 'digit'; did you mean 'digits'?"),
-    "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must be at least 0 and below 2"),
+    "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must lie in 0 … 1"),
     "no logits": (lambda _: attack(model=nn.Unflatten(1, (2, 2))), InputError, "expected logits of shape (2, classes)"),
     "keyword misspelt": (
         lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
@@ -115,9 +116,9 @@ def test_shares_are_shown_only_of_a_bound_above_one(scale, shown):
         model[2].weight.copy_(0.9 * torch.eye(2, 4))
     report = eq.lipschitz_bound(model, torch.zeros(1, 4))
     assert bool(report.fix_first()) == shown
-    page = report.to_html()
-    for text in (str(report), page[page.index("<tbody>") :]):
+    page = render(collect([], audits={"net": report}), "plotly")
+    assert ('id="shares-0"' in page) == ("fix first" in page) == shown
+    table = page[page.index('id="layers-0"') : page.index('id="limits"')]
+    for text in (str(report), table):
         assert ("%" in text) == shown
         assert ("–" in text) != shown
-    assert ("% of the log-bound" in page) == shown
-    assert ('class="bar"' in page) == shown

@@ -113,7 +113,7 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
         raise InputError(
             f"{name} must hold floating-point numbers, got {describe(x)}; scale it first, e.g. x.float() / 255"
         )
-    if x.numel() == 0 or x.dim() != (x.dim() if dims is None else dims):
+    if x.numel() == 0 or (dims is not None and x.dim() != dims):
         shape = "" if dims is None else f" of {dims} dimension(s)"
         raise InputError(f"{name} must be a tensor{shape}, not empty, got {describe(x)}")
     if not torch.isfinite(x).all():
@@ -148,9 +148,10 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
     if tuple(labels.shape) != (count,):
         raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
     numbers = labels.detach().long()
-    end = math.inf if classes is None else classes
-    if ((numbers < 0) | (numbers >= end)).any():
-        raise InputError(f"labels must be at least 0 and below {end}")
+    if (numbers < 0).any():
+        raise InputError("labels must not be negative")
+    if classes is not None and (numbers >= classes).any():
+        raise InputError(f"labels must lie in 0 … {classes - 1}")
     return numbers
 
 
