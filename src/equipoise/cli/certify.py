@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,8 +137,6 @@ def _verify(
     model: str, vnnlib: Path, ball: float | None, seconds: float | None, json: bool
 ) -> None:
     """Whether a property in VNN-LIB holds for a network."""
-    import math
-
     import torch
 
     from equipoise.checkpoints import load_model
@@ -218,6 +217,8 @@ def _perform(
         name=name,
         recipe=recipe,
     )
+    if bundle is not None:
+        _require_bundle(job)
     stored = _run(job, run, workers=workers, address=address)
     if bundle is not None and kind == "sampled":
         _write_votes(stored, bundle)
@@ -245,7 +246,7 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         for line in report.lines():
             say(line)
         if each is not None:
-            say(f"{left} inputs take up to {left * each / 60:.2g} minutes on one core")
+            say(f"{left} inputs take up to {_duration(left * each)} on one core")
     try:
         with progress("certifying") as update:
 
@@ -257,6 +258,27 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         options.interrupted(folder)
 
 
+def _duration(seconds: float) -> str:
+    """Rounded up, in the unit a person would choose."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = seconds / 60
+    return f"{math.ceil(minutes)} minutes" if minutes < 90 else f"{math.ceil(minutes / 60)} hours"
+
+
+def _require_bundle(job: Job) -> None:
+    """Refuse what no bundle can hold before the work is done."""
+    from equipoise import certificates
+
+    settings = job.settings
+    if settings.kind == "proved":
+        certificates.describe(job.spec.model.build(), job.spec.example[None])
+    elif settings.soft or settings.adaptive or settings.channels:
+        options.refuse(
+            "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
+        )
+
+
 def _write_votes(run: Run, folder: Path) -> None:
     """The votes of a run as a bundle, with the radii that follow from them."""
     import numpy as np
@@ -264,10 +286,6 @@ def _write_votes(run: Run, folder: Path) -> None:
     from equipoise import certificates
 
     settings = run.settings
-    if settings.soft or settings.adaptive or settings.channels:
-        options.refuse(
-            "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
-        )
     selection, estimation, draws = (
         np.array([getattr(row, name) for row in run.rows if row.failure is None])
         for name in ("selection", "estimation", "draws")
@@ -394,7 +412,9 @@ def export(
 
 
 def check(
-    folder: Annotated[Path, typer.Argument(help="the folder of the bundle")],
+    folder: Annotated[
+        Path, typer.Argument(help="the folder of the bundle, or the name of a packaged network")
+    ],
     exact: Annotated[
         bool, typer.Option(help="use exact integers; for dense ReLU networks")
     ] = False,
@@ -409,10 +429,21 @@ def check(
     Examples:
 
       equipoise check bundle/
+      equipoise check cifar10
     """
-    from equipoise import certificates
+    from tempfile import TemporaryDirectory
 
-    proved = certificates.check(folder, exact=exact)
+    import torch
+
+    from equipoise import certificates, models
+
+    with TemporaryDirectory() as bundle:
+        if str(folder) in models.bundled() and not folder.exists():
+            network = models.load(folder)
+            example = torch.zeros(1, *(network.input_shape or ()))
+            certificates.write(network.model, example, None, bundle)
+            folder = Path(bundle)
+        proved = certificates.check(folder, exact=exact)
     emit_json({"accepted": True, "proved": proved}) if json else tell(
         "ACCEPTED", *(f"  {line}" for line in proved)
     )

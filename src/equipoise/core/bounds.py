@@ -69,7 +69,7 @@ class Bracket:
 
     def __post_init__(self) -> None:
         lower, upper = _tensor(self.lower), _tensor(self.upper)
-        if bool((lower > upper).any()) or bool(lower.isnan().any()) or bool(upper.isnan().any()):
+        if (lower > upper).any() or lower.isnan().any() or upper.isnan().any():
             raise InputError(f"a bracket needs lower ≤ upper, got [{self.lower!r}, {self.upper!r}]")
 
     @property

@@ -7,7 +7,7 @@ from equipoise.lipschitz.induced import induced_bound
 from equipoise.lipschitz.local import Radii, certified_radius, local_lipschitz
 from equipoise.lipschitz.report import Report, Row
 from equipoise.lipschitz.rules import Call, Signal, Step, known_operations, register_rule
-from equipoise.lipschitz.tokens import proved_substitutions
+from equipoise.lipschitz.substitutions import proved_substitutions
 from equipoise.norms.induced import induced_norm
 
 __all__ = [

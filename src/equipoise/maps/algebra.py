@@ -34,13 +34,10 @@ def compose(first: Linear, then: Linear) -> Linear | None:
             return _padded(first, then)
         case (Padding(), _) | (_, Padding()):
             return None
-        # scaling before a transposed convolution: rows of its convolution
-        case Diagonal(), Adjoint(conv=Convolution() as conv):
-            scaled = _scaled(conv, first, rows=True)
-            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
-        case Adjoint(conv=Convolution() as conv), Diagonal():
-            scaled = _scaled(conv, then, rows=False)
-            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
+        # `BA = (A*B*)*`: scaling before a transposed convolution scales the rows of its convolution
+        case (Diagonal(), Adjoint()) | (Adjoint(), Diagonal()):
+            turned = compose(then.adjoint(), first.adjoint())
+            return None if turned is None else turned.adjoint()
         case Diagonal(), Diagonal():
             return _scales(first, then)
         case Diagonal(), (Matrix() | Convolution()):
@@ -130,15 +127,12 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
     product = blocks * factor.reshape(-1).expand(side).reshape(*along, *[1] * (weight.dim() - 2))
     scaled = product.reshape(weight.shape)
 
-    if isinstance(form, Matrix):
-        sizes = [float(frobenius(w)) for w in (scaled, weight)]
-        return Matrix(
-            scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
-        )
-    sizes = [spread(w, form) for w in (scaled, weight)]
-    return form.with_weight(
-        scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
+    size, before = (
+        float(frobenius(w)) if isinstance(form, Matrix) else spread(w, form)
+        for w in (scaled, weight)
     )
+    error = _product_error(8 * _U * size, top, scale.error, before, form.error)
+    return Matrix(scaled, error) if isinstance(form, Matrix) else form.with_weight(scaled, error)
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
@@ -180,13 +174,9 @@ def _product_error(rounding: float, a: float, error_a: float, b: float, error_b:
 
 def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
     """Padding in any mode before an unpadded convolution is that convolution with this padding mode."""
-    if (
-        conv.padding != "zeros"
-        or any(pair != (0, 0) for pair in conv.amount)
-        or len(pad.amount) != len(conv.amount)
-    ):
-        return None
-    if any(p < 0 for pair in pad.amount for p in pair):
+    plain = conv.padding == "zeros" and not any(map(any, conv.amount))
+    crops = any(p < 0 for pair in pad.amount for p in pair)
+    if not plain or crops or len(pad.amount) != len(conv.amount):
         return None
     axes = tuple(
         replace(axis, left=left, right=right, size=n)
@@ -222,16 +212,12 @@ def _ungrouped(conv: Convolution) -> Tensor:
 
 def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
     """Zero-padded convolutions with one stride add up to one kernel over the union of their taps."""
-    if (
-        a.padding != "zeros"
-        or b.padding != "zeros"
-        or a.stride != b.stride
-        or a.size != b.size
-        or not a.known
-    ):
+    if not a.known or a.stride != b.stride or a.size != b.size:
         return None
-    if any(axis.dilation != 1 and axis.kernel > 1 for conv in (a, b) for axis in conv.axes):
-        return None
+    for conv in (a, b):
+        dilated = any(axis.dilation != 1 and axis.kernel > 1 for axis in conv.axes)
+        if conv.padding != "zeros" or dilated:
+            return None
     if max(a.weight.shape[0], a.geometry.channels) > CHANNELS:
         return None
     A, B = _ungrouped(a), _ungrouped(b)

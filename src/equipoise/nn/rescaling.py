@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.checks import require_number, require_one_of
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
@@ -58,10 +58,7 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
 
 def check_steps(t: int) -> None:
     """t ≥ 1: at t = 0 there is no symmetric matrix to sum over."""
-    if not isinstance(t, int) or not 1 <= t <= 12:
-        raise InputError(
-            f"spectral rescaling needs a whole number of steps t from 1 to 12, got {t}"
-        )
+    require_number(t, "the number of steps t of spectral rescaling", least=1, most=12, whole=True)
 
 
 def _in_closed_form(K: Tensor, t: int) -> bool:
@@ -117,7 +114,7 @@ class _Rescaled(torch.autograd.Function):
         table = powers(K, t)
         weighted, majorant = _majorant(K, t, table.T, log_q)
         R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
-        if not bool((weighted > 0).all()):
+        if not (weighted > 0).all():
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
         factor = (R * _factor(K)).to(K.dtype).reshape(_across(K))
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
@@ -250,10 +247,8 @@ class SN(Parametrization):
         self, geometry: Geometry, iterations: int = 8, grid: int = 16, **factory: Any
     ) -> None:
         super().__init__(geometry, **factory)
-        if not isinstance(iterations, int) or not 1 <= iterations <= 30:
-            raise InputError(f"iterations must be a whole number from 1 to 30, got {iterations}")
-        if not isinstance(grid, int) or grid < 4:
-            raise InputError(f"grid must be a whole number of at least 4, got {grid}")
+        require_number(iterations, "iterations", least=1, most=30, whole=True)
+        require_number(grid, "grid", least=4, whole=True)
         self.iterations, self.grid = iterations, grid
         self.lattices = _lattices(geometry)
 
@@ -309,8 +304,7 @@ class SR(Parametrization):
     ) -> None:
         super().__init__(geometry, **factory)
         check_steps(t)
-        if side not in get_args(Side):
-            raise InputError(f"side must be one of {', '.join(get_args(Side))}, got {side!r}")
+        require_one_of(get_args(Side), side=side)
         self.t, self.lattices = t, _lattices(geometry)
         ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
         out = geometry.shape[0] // geometry.groups

@@ -38,8 +38,7 @@ def _of_rank(spec: Spec, x: Tensor, name: str) -> Callable[..., Any]:
     axes = x.dim() - 2
     if axes not in (1, 2, 3):
         raise spec.refuse(f"inputs of {x.dim()} dimensions are not supported")
-    function: Callable[..., Any] = getattr(F, f"{name}{axes}d")
-    return function
+    return getattr(F, f"{name}{axes}d")
 
 
 def _window(

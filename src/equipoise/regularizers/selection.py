@@ -48,7 +48,7 @@ def name_matches(name: str, names: Names) -> bool:
 def select_layers(
     model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None
 ) -> dict[str, nn.Module]:
-    """The layers of `model` by name, in module order; a shared layer stands once; refused where nothing matches.
+    """The layers of `model` by name, in module order; a shared layer is listed once; refused where nothing matches.
 
     Args:
         model: the network.
@@ -170,11 +170,7 @@ def spatial_sizes(
     if not kernels or (example is None and input_size is None):
         return dict.fromkeys(kernels)
     if example is None:
-        first: Any = next(
-            m
-            for m in model.modules()
-            if isinstance(m, LINEAR_MAPS) and not isinstance(m, nn.Linear)
-        )
+        first: Any = next(m for m in model.modules() if isinstance(m, LINEAR_MAPS[1:]))
         weight = weight_of(first)
         dims = weight.dim() - 2
         size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size or ())

@@ -245,7 +245,7 @@ class _Attacker:
                         **self.settings,
                     )
                 distance = float(result.distance[0])
-                if bool(result.success[0]) and counts(result.adversarial.to(x.dtype), distance):
+                if result.success[0] and counts(result.adversarial.to(x.dtype), distance):
                     reached = distance
             success = reached <= epsilon
             row = AttackRow(
@@ -264,7 +264,7 @@ class _Attacker:
             return bool(misclassified(self._classifier(seed), x, y, draws, level))
         with torch.no_grad():
             out: Tensor = self.module(x)
-        if not bool(torch.isfinite(out).all()):
+        if not torch.isfinite(out).all():
             raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
         return bool(out.argmax(dim=1) != y)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core.checks import require_number
+from equipoise.core.checks import require_counts
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
@@ -197,7 +197,7 @@ def prepare(
             f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})"
         )
     if batch_size is not None:
-        require_number(batch_size, "batch_size", least=1, whole=True)
+        require_counts(batch_size=batch_size)
     network = portable(model)
     inputs = Inputs.of(dataset, name)
     device = usable_device(settings.device)

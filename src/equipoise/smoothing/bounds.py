@@ -89,7 +89,7 @@ class Moments:
 
     def _centred(self, sums: Floats) -> Floats:
         top = self.first[:, :1] if sums is self.cross else self.first
-        return np.asarray(sums - top * self.first / self.n[:, None])
+        return sums - top * self.first / self.n[:, None]
 
     @property
     def mean(self) -> Floats:
@@ -119,7 +119,7 @@ class Moments:
 
     def _var(self, size: Floats, centred: Floats) -> Floats:
         spare = np.maximum(self.n - 1, 1)[:, None]
-        return np.asarray((np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare)
+        return (np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare
 
 
 def bucket_scores(scores: Floats, partition: Partition) -> Floats:

@@ -355,7 +355,7 @@ class NoiseSpec:
         dimension: of one input.
         batch: draws per forward pass.
         seed: of the draws.
-        chosen: whether the user chose the seed.
+        user_seed: whether the user chose the seed.
     """
 
     levels: Levels
@@ -364,7 +364,7 @@ class NoiseSpec:
     dimension: int = 0
     batch: int = 0
     seed: int = 0
-    chosen: bool = True
+    user_seed: bool = True
 
     def __str__(self) -> str:
         return str(self.levels)
@@ -422,7 +422,7 @@ class NoiseSpec:
             return NOT_COVERED
         source = (
             f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its draws."
-            if self.chosen
+            if self.user_seed
             else f"The seed {self.seed} was drawn from the operating system."
         )
         generator = "the quality of the pseudo-random generator (Philox4x64-10 keyed by BLAKE2b)"

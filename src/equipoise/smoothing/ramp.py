@@ -141,7 +141,7 @@ def _tabled(a: float, z: Floats) -> Floats:
     k = place.astype(np.int64)
     t = place - k
     left, right = nodes[k], nodes[k + 1]
-    return np.asarray(left + t * (right - left) - 0.5 * t * (1 - t) * bends[k])
+    return left + t * (right - left) - 0.5 * t * (1 - t) * bends[k]
 
 
 @lru_cache(maxsize=64)
@@ -187,7 +187,7 @@ def _tail(x: Floats, a: Floats, bounded: bool = True) -> tuple[Floats, Floats, F
 
 def _evaluation_error(x: Floats, phi: Floats, cdf: Floats, a: Floats) -> Floats:
     tail = np.minimum(x, 0)
-    return np.asarray((1 + tail * tail) * (phi + np.abs(x) * cdf) * (_EPS / a))
+    return (1 + tail * tail) * (phi + np.abs(x) * cdf) * (_EPS / a)
 
 
 def _series(t: Floats, a: Floats) -> tuple[Floats, Floats, Floats, Floats]:

@@ -6,7 +6,7 @@ With rows of norm at most ρ this is at most `2ρ√k`.
 
 **Ablation.** A classifier votes on inputs of which `kept` entries (tokens, or pixels), chosen at random without replacement, are
 left. If r of n entries are exchanged, a vote is the same unless one of them is left: no share of votes changes by more than
-`Δ_r = 1 − C(n−r, k)/C(n, k)`. The decision stands while `p_lower − p_upper > 2Δ_r`. It does not matter what stands for a hidden
+`Δ_r = 1 − C(n−r, k)/C(n, k)`. The decision is the same while `p_lower − p_upper > 2Δ_r`. It does not matter what stands for a hidden
 entry, whether others may have that value too: a vote is a function of the entries that are left and of their places.
 
 Reference: Levine & Feizi 2020, Robustness certificates for sparse adversarial attacks by randomized ablation (theorem 1).
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from equipoise.core.checks import (
     CLASS_NUMBERS,
     describe,
+    require_counts,
     require_labels,
     require_number,
     require_tensor,
@@ -104,15 +105,13 @@ def ablation_substitutions(certificates: Certificates, tokens: int, kept: int) -
     (1, 12)
     """
     require_type(certificates, Certificates, "certificates")
-    require_number(tokens, "tokens", least=1, whole=True)
+    require_counts(tokens=tokens)
     require_number(kept, "kept", least=1, most=tokens, whole=True)
     same = [
         Fraction(math.comb(tokens - r, kept), math.comb(tokens, kept)) for r in range(tokens + 1)
     ]
     changes = [2 * (1 - share) for share in same]
-    gaps = np.where(
-        certificates.details["direct"], 0.0, certificates.p_lower - certificates.p_upper
-    )
+    gaps = np.where(certificates.direct, 0.0, certificates.p_lower - certificates.p_upper)
     # the difference of two shares is rounded by at most half a unit in the last place
     shown = [bisect_left(changes, Fraction(gap) - Fraction(1, 2**52)) - 1 for gap in gaps.flat]
     return np.array(shown, dtype=np.int64).reshape(gaps.shape)

@@ -66,7 +66,7 @@ class Tally:
                     )
 
         positive = truth > 0
-        if bool(positive.any()):
+        if positive.any():
             self.closest_upper = min(self.closest_upper, float((upper / truth)[positive].min()) - 1)
             self.closest_lower = max(self.closest_lower, float((lower / truth)[positive].max()))
 

@@ -101,14 +101,14 @@ def reproduce(
         raise InputError(
             "name an experiment (`equipoise reproduce --list` shows them) or pass --all"
         )
-    chosen = chosen_experiments(identifiers or ())
-    for experiment in chosen:
+    selected = chosen_experiments(identifiers or ())
+    for experiment in selected:
         experiment.settings(scale)  # an unknown scale is refused before anything runs
     folder = data or (
         Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None
     )
     if plan:
-        _plan(chosen, scale, seed, folder, out, as_json)
+        _plan(selected, scale, seed, folder, out, as_json)
         return
     usable_device(device)
     if not dry_run:
@@ -123,7 +123,7 @@ def reproduce(
     )
     outcomes: list[Outcome] = []
     for outcome in reproduce_all(
-        chosen,
+        selected,
         scale,
         context,
         out,
@@ -144,15 +144,15 @@ def reproduce(
 
 
 def _plan(
-    chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool
+    selected: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool
 ) -> None:
     from dataclasses import asdict
 
     from equipoise_lab.experiments.runner import plan
 
-    found = plan(chosen, scale, seed, data, out)
+    planned = plan(selected, scale, seed, data, out)
     if as_json:
-        emit_json([{**asdict(p), "action": p.action} for p in found])
+        emit_json([{**asdict(p), "action": p.action} for p in planned])
         return
     rows = [
         {
@@ -162,7 +162,7 @@ def _plan(
             "power": p.power,
             "settings": ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160],
         }
-        for p in found
+        for p in planned
     ]
     print_table(f"{scale} scale, seed {seed}", rows)
 

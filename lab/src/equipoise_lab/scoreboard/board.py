@@ -108,7 +108,7 @@ class Board:
         """What the figures are."""
         good = [c for c in self.cells if "refused" not in c]
         samples = good[0]["samples"] if good else 0
-        said = [
+        sentences = [
             "Per cent of test inputs, mean over seeds (± 95 % interval where there are several). Certified: proved Lipschitz "
             f"bounds, by pairs of classes, on {samples:,} inputs. Attacked: right under PGD within {self.budget['epsilon']:.4g} "
             "(ℓ2) on the first 500, at least the certified share of them. The same network, data, optimizer and budget of "
@@ -117,10 +117,10 @@ class Board:
         ]
         counts = [c["autoattack_samples"] for c in good if "autoattack" in c]
         if counts:
-            said.append(
+            sentences.append(
                 f"AutoAttack: right under PGD and its four attacks, on the first {min(counts)} inputs or more."
             )
-        return said
+        return sentences
 
     def page(self) -> str:
         """A self-contained HTML page with the table, the curves, and certified accuracy against the cost of a step."""
@@ -190,12 +190,12 @@ def play(
     if autoattack > 0:
         require_autoattack()
     cells, folder = list(cells), Path(folder)
-    asked = json.loads(json.dumps(asdict(budget)))
-    found = _before(folder, asked)
+    request = json.loads(json.dumps(asdict(budget)))
+    stored = _before(folder, request)
     left = [
         cell
         for cell in cells
-        if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())
+        if cell not in stored or (autoattack and (folder / "cells" / cell.name).exists())
     ]
     if left:
         # data that cannot be read are refused once, not in every cell
@@ -203,10 +203,10 @@ def play(
     for cell, figures in (_in_turn if workers == 0 else _on_ray)(
         left, budget, folder, workers, autoattack
     ):
-        found[cell] = figures
+        stored[cell] = figures
         if tell is not None:
             tell(cell, figures)
-    board = Board(asked, [found[cell] for cell in sorted(found)])
+    board = Board(request, [stored[cell] for cell in sorted(stored)])
     atomic_write(
         folder / "scoreboard.json",
         json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n",

@@ -148,9 +148,9 @@ class Cell:
 
     def check(self) -> Cell:
         """Refuse a family or a loss that is not there."""
-        known = (*families(), *NETWORKS, *PEERS, *VARIANTS)
-        if self.family not in known:
-            raise InputError(f"there is no family {self.family!r}; there are {', '.join(known)}")
+        names = (*families(), *NETWORKS, *PEERS, *VARIANTS)
+        if self.family not in names:
+            raise InputError(f"there is no family {self.family!r}; there are {', '.join(names)}")
         if self.loss not in LOSSES:
             raise InputError(
                 f"the scoreboard has no loss {self.loss!r}; it has {', '.join(LOSSES)}"
@@ -223,9 +223,9 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
     return read_recipe(document, VARIANTS.get(cell.family, ()))
 
 
-def _step_seconds(chosen: Recipe, parts: Parts) -> float:
+def _step_seconds(recipe: Recipe, parts: Parts) -> float:
     """Processor seconds of a training step of a recipe."""
-    return step_seconds(chosen, parts, steps=4)
+    return step_seconds(recipe, parts, steps=4)
 
 
 def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
@@ -246,26 +246,26 @@ def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> 
     `autoattack`: how many inputs AutoAttack gets too; a cell that was played without it is attacked again.
     """
     result = folder / "result.json"
-    asked = json.loads(json.dumps({"cell": asdict(cell), "budget": asdict(budget)}))
+    request = json.loads(json.dumps({"cell": asdict(cell), "budget": asdict(budget)}))
     if result.exists():
-        found: dict[str, Any] = unsealed(read_json(result), str(result), needed=True)
-        if found.get("asked") != asked:
+        stored: dict[str, Any] = unsealed(read_json(result), str(result), needed=True)
+        if stored.get("asked") != request:
             raise InputError(
                 f"{folder} was played with another budget: choose another folder, or remove this one"
             )
-        if found.get("autoattack_samples", 0) >= min(autoattack, found["attacked_samples"]):
-            return found
+        if stored.get("autoattack_samples", 0) >= min(autoattack, stored["attacked_samples"]):
+            return stored
     make_folder(folder)
     try:
         figures = _measured(cell, budget, folder, autoattack)
     except (
         EquipoiseError
     ) as error:  # a row with the reason, the others go on; the next time it is tried again
-        return {"asked": asked, "refused": str(error)}
+        return {"asked": request, "refused": str(error)}
     atomic_write(
-        result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n"
+        result, json.dumps(sealed({"asked": request, **figures}), indent=1, allow_nan=False) + "\n"
     )
-    return {"asked": asked, **figures}
+    return {"asked": request, **figures}
 
 
 def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict[str, Any]:
@@ -286,9 +286,9 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
     model, final = done.model, done.final
     if cell.family in PEERS:  # measured again as the fixed network that is certified
         model = baked(model)
-        found = certified_bound(model, whole.train.source.input_shape, first.metrics.rtol)
-        figures = evaluate(model, test, TASKS["ce"](), torch.device("cpu"), first.metrics, found)
-        final = {**final, **figures, "bound": found.upper, "bound_reason": found.reason}
+        bounded = certified_bound(model, whole.train.source.input_shape, first.metrics.rtol)
+        figures = evaluate(model, test, TASKS["ce"](), torch.device("cpu"), first.metrics, bounded)
+        final = {**final, **figures, "bound": bounded.upper, "bound_reason": bounded.reason}
     certified = final.get("certified_accuracy")
     if final.get("bound") is None or certified is None:
         raise EquipoiseError(
@@ -317,15 +317,15 @@ def attacks(model: nn.Module, test: Part, epsilon: float, auto: int = 0) -> dict
     """
     x, y = test.batch(torch.arange(min(ATTACKED, len(test))))
     broken = pgd(model, x, y, epsilon, steps=STEPS).success
-    found = {"attacked": 1 - float(broken.double().mean()), "attacked_samples": len(x)}
+    figures = {"attacked": 1 - float(broken.double().mean()), "attacked_samples": len(x)}
     if auto < 1:
-        return found
+        return figures
     broken = broken[:auto].clone()
     standing = (~broken).nonzero().flatten()
     if len(standing):
         broken[standing] = autoattack(model, x[standing], y[standing], epsilon).success
     return {
-        **found,
+        **figures,
         "autoattack": 1 - float(broken.double().mean()),
         "autoattack_samples": len(broken),
     }

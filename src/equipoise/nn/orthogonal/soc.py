@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
@@ -51,10 +52,8 @@ def exponential_series(angle: float, terms: int) -> tuple[float, ...]:
     >>> [round(c, 3) for c in exponential_series(1.0, 4)]
     [1.0, 0.997, 0.499, 0.156, 0.04]
     """
-    if not 0 < angle <= 8:
-        raise InputError(f"the largest angle must lie in (0, 8], got {angle}")
-    if not isinstance(terms, int) or not 1 <= terms <= 40:
-        raise InputError(f"the series needs between 1 and 40 terms, got {terms}")
+    require_number(angle, "angle", least=POSITIVE, most=8)
+    require_number(terms, "terms", least=1, most=40, whole=True)
     bessel = [float(jv(n, angle)) * (1 if n == 0 else 2) for n in range(terms + 1)]
     coefficients = [0.0] * (terms + 1)
     for n, b in enumerate(bessel):
