@@ -126,7 +126,9 @@ def prove(
         options.refuse("give --data, or a property with --vnnlib")
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    given = {name: value for name, value in locals().items() if name not in ("vnnlib", "ball", "tokens")}
+    given = {
+        name: value for name, value in locals().items() if name not in ("vnnlib", "ball", "tokens")
+    }
     levels = options.epsilons(epsilon)
     asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
     values = [f"epsilon={asked}"] if asked > 0 else []

@@ -21,13 +21,13 @@ from equipoise.smoothing.tokens import (
     AblationCertificates,
     ablation_substitutions,
     certified_substitutions,
-    substitutions_within,
 )
 
 __all__ = [
-    "PROCEDURES", "AblatedClassifier", "AblationCertificates", "Certificates", "Denoised", "Option", "Procedure", "RobustConformal", "SimplexMap", "SmoothedClassifier",
+    "PROCEDURES", "AblatedClassifier", "AblationCertificates", "Certificates",
+    "Denoised", "Option", "Procedure", "RobustConformal", "SimplexMap", "SmoothedClassifier",
     "Split", "Stream", "ablation_substitutions", "average_certified_radius", "betting", "certified_accuracy",
     "certified_substitutions", "certify_adaptive", "certify_counts",
     "certify_scores", "choose_map", "clopper_pearson", "empirical_bernstein", "hoeffding", "margin_radius",
-    "radius_mono", "radius_multi", "radius_multi_lipschitz", "read_log", "substitutions_within",
+    "radius_mono", "radius_multi", "radius_multi_lipschitz", "read_log",
 ]  # fmt: skip

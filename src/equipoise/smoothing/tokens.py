@@ -1,4 +1,4 @@
-"""How many tokens of a sequence (or pixels of an image) may be exchanged: by the margin of a Lipschitz network, and by randomized ablation.
+"""How many tokens or pixels may be exchanged: by the margin of a Lipschitz network, and by randomized ablation.
 
 **Lipschitz.** A network reads rows `e_{x_i}` of a table, and its logits are L-Lipschitz in all rows together. Exchanging
 token i moves the rows by at most `d_i = max_v ‖e_v − e_{x_i}‖`, k tokens by at most the root of the k largest d_i² in sum.
@@ -6,8 +6,8 @@ With rows of norm at most ρ this is at most `2ρ√k`.
 
 **Ablation.** A classifier votes on inputs of which `kept` entries (tokens, or pixels), chosen at random without replacement, are
 left. If r of n entries are exchanged, a vote is the same unless one of them is left: no share of votes changes by more than
-`Δ_r = 1 − C(n−r, k)/C(n, k)`. The decision is the same while `p_lower − p_upper > 2Δ_r`. It does not matter what stands for a hidden
-entry, whether others may have that value too: a vote is a function of the entries that are left and of their places.
+`Δ_r = 1 − C(n−r, k)/C(n, k)`. The decision is the same while `p_lower − p_upper > 2Δ_r`. It does not matter what stands for a
+hidden entry, whether others may have that value too: a vote is a function of the entries that are left and of their places.
 
 Reference: Levine & Feizi 2020, Robustness certificates for sparse adversarial attacks by randomized ablation (theorem 1).
 """

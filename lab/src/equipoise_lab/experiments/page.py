@@ -47,7 +47,8 @@ LEGEND = (
     "* **refuted**: the same setting, enough power, and the published effect lies outside the interval.",
     "* **not comparable**: other hardware or missing data; the text says what would be needed.",
     "* **too small to say**: the baseline trained here is below what the question needs, so nothing is said about the claim.",
-    "* **open**: the interval holds both 0 and the published effect, the setting differs from the thesis', or nothing was run yet.",
+    "* **open**: the interval holds both 0 and the published effect, the setting differs from the thesis', or nothing was run "
+    "yet.",
 )
 HEAD = ["| experiment | place | verdict | measured | published |", "|---|---|---|---|---|"]
 OWN_HEAD = ["| experiment | verdict | measured | compared with |", "|---|---|---|---|"]

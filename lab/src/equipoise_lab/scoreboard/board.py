@@ -146,7 +146,14 @@ class Board:
             shares = [row["accuracy"].value, *(m.value for m in row["curve"].values())]
             marker = MARKERS[k % len(MARKERS)] if len(radii) < 10 else ""
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS)]}
-            axes.plot(radii, shares, marker=marker, markersize=4, label=f"{family} · {row['loss']}", **style)
+            axes.plot(
+                radii,
+                shares,
+                marker=marker,
+                markersize=4,
+                label=f"{family} · {row['loss']}",
+                **style,
+            )
         axes.set(xlabel="radius ε (ℓ2)", ylabel="certified accuracy (%)", ylim=(0, None))
         axes.set_xlim(left=0)
         if best:
