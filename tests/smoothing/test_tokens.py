@@ -1,14 +1,17 @@
 """Substituted tokens: every certificate is checked by trying all substitutions."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import equipoise as eq
+from equipoise.cli import app
 from equipoise.lipschitz import proved_substitutions
 from equipoise.smoothing import AblatedClassifier, ablation_substitutions, certified_substitutions, certify_counts
 
@@ -143,3 +146,20 @@ def test_which_entries_are_left_is_uniform_and_channels_go_together():
 def test_what_is_wrong_is_said(call, said):
     with pytest.raises(eq.EquipoiseError, match=said):
         call()
+
+
+def test_the_command_says_how_many_tokens_may_be_exchanged(tmp_path, monkeypatch):
+    (tmp_path / "words_of_two.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    net = torch.nn.Sequential(torch.nn.Embedding(2, 1), torch.nn.Flatten(), torch.nn.Linear(3, 2))\n"
+        "    net.load_state_dict({'0.weight': torch.tensor([[0.5], [-0.5]]), '2.bias': torch.tensor([1.0, 0.0]),\n"
+        "                         '2.weight': torch.tensor([[1.0] * 3, [0.0] * 3])})\n"
+        "    return net.eval()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    np.save(tmp_path / "ids.npy", np.array([[0, 0, 0], [1, 1, 0]]))
+    call = ["prove", "words_of_two:make", "--tokens", str(tmp_path / "ids.npy")]
+    ran = CliRunner().invoke(app.build(wanted="prove"), [*call, "--json"])
+    assert json.loads(ran.stdout)["substitutions"] == [2, 0]
+    assert "any 2 tokens may be exchanged in 1 of 2" in CliRunner().invoke(app.build(wanted="prove"), call).output
