@@ -226,17 +226,8 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
     if math.prod(K.shape[3:]) > 1:
         T, log2, _, _ = _kernel_powers(whole, t)
         return T, log2
-    W = whole.reshape(*K.shape[:3])
-    if t == 1 or W.shape[-2] >= W.shape[-1]:
-        T, log2, _, _ = _matrix_powers(W, t)
-        return T, log2
-    H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
-    Z = H @ W
-    z = h
-    for _ in range(t - 2):
-        H, h, _ = _tamed(H @ H, 2 * h)
-        Z, z, _ = _tamed(H @ Z, h + z)
-    return (W.mT @ Z)[0].abs(), z.flatten(1).mT
+    T, log2, _, _ = _matrix_powers(whole.reshape(*K.shape[:3]), t)
+    return T, log2
 
 
 def largest_exponent(x: Tensor, batch: int) -> Tensor:

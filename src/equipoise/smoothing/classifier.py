@@ -108,7 +108,7 @@ class SmoothedClassifier:
         """
         require_eval(self.model)
         require_number(n, "the number of draws", least=1, whole=True)
-        law = self._law(require_tensor(x, "the input"))
+        law = self._law(x)
         buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
@@ -411,7 +411,7 @@ class SmoothedClassifier:
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
     def _law(self, x: Tensor) -> Noise:
-        spec = self.noise_spec(x[None])
+        spec = self.noise_spec(require_tensor(x, "the input")[None])
         self.levels.require_channels(x.shape)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         return Noise(self.levels, spec.grids, exact)
