@@ -88,9 +88,6 @@ def test_attention_costs_the_same_at_every_length():
     assert "max over tokens" in str(long)
     assert long.to_dict()["norm"] == "token"
     assert long.fix_first()[0].kind == "layer norm"
-    program = torch.export.export(layer, (torch.zeros(1, 48, 8),))
-    whole, written_out = (lipschitz_bound(p).upper for p in (program, program.run_decompositions()))
-    assert written_out == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_ball_is_one_of_tokens_and_other_inputs_are_refused():
