@@ -131,8 +131,8 @@ def test_no_two_outputs_contradict_each_other(equipoise, tmp_path, make):
     right = (answers == y).numpy()
     assert summary.clean == pytest.approx(right.mean())
     for status, is_right, radius in zip(results.status, right, results.radius, strict=True):
-        assert status in (("proved", "right, nothing proved") if is_right else ("wrong", "failed"))
-        assert (radius > 0) == (status == "proved")
+        assert status in (("certified", "right, not certified") if is_right else ("wrong", "failed"))
+        assert (radius > 0) == (status == "certified")
 
     radii = eq.certified_radius(network, x[:1], y[:1], effort="fast")
     assert float(radii.radius[0]) == pytest.approx(results.radius[0] if right[0] else 0.0, rel=1e-3, abs=1e-12)
@@ -144,4 +144,4 @@ def test_no_two_outputs_contradict_each_other(equipoise, tmp_path, make):
     assert float(series.results.accuracy(0.0)) == summary.accuracy[0.0]
     page = tmp_path / "report.html"
     assert equipoise("report", run, "-o", page).code == 0
-    assert json.dumps(results.status.count("proved")) in page.read_text()
+    assert json.dumps(results.status.count("certified")) in page.read_text()

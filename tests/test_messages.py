@@ -10,6 +10,7 @@ from equipoise.attacks import pgd
 from equipoise.checkpoints import load_factory, load_model, load_weights
 from equipoise.core import InputError, Refused
 from equipoise.data import load_dataset
+from equipoise.report import collect, render
 
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
 
@@ -115,9 +116,9 @@ def test_shares_are_shown_only_of_a_bound_above_one(scale, shown):
         model[2].weight.copy_(0.9 * torch.eye(2, 4))
     report = eq.lipschitz_bound(model, torch.zeros(1, 4))
     assert bool(report.fix_first()) == shown
-    page = report.to_html()
-    for text in (str(report), page[page.index("<tbody>") :]):
+    page = render(collect([], audits={"net": report}), "plotly")
+    assert ('id="shares-0"' in page) == ("fix first" in page) == shown
+    table = page[page.index('id="layers-0"') : page.index('id="limits"')]
+    for text in (str(report), table):
         assert ("%" in text) == shown
         assert ("–" in text) != shown
-    assert ("% of the log-bound" in page) == shown
-    assert ('class="bar"' in page) == shown

@@ -27,7 +27,7 @@ JSON = {
         "product, fused, log_product, log_fused, log_chain, method": "the bounds it is the smallest of",
         "kind, norm, ball": "`upper`, `l2`, the radius of the inputs or null",
         "layers": "a row per operation: name, kind, shape, lower, upper, share, method, note",
-        "notes": "what a reader should know",
+        "fix_first, notes": "the layers that add most to the bound; what a reader should know",
     },
     "norm": {
         "file, rtol, input_size, refused": "the question, and how many tensors were refused",

@@ -94,7 +94,7 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tens
     for attempt in range(12):
         stored = (centre + _wide(scale, x) * delta).to(x.dtype)
         outside = _length(stored.double() - centre, norm) * rounding > radius
-        if not bool(outside.any()):
+        if not outside.any():
             return stored
         scale = torch.where(outside, scale * (1 - 1e-7 * 4.0**attempt), scale).clamp(min=0.0)
     return torch.where(_wide(outside, x), x, stored)
@@ -335,7 +335,7 @@ def _ascend(
         with torch.no_grad():
             score = loss(z).double()
         keep(z, score, True)
-        if bool(success.all()):
+        if success.all():
             break
     distance = _length(best.double() - x.double(), norm)
     return AttackResult(best, success & (distance <= radius), distance)
@@ -383,6 +383,6 @@ def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
         raise InputError(
             f"epsilon is one number, or one for each of the {len(x)} inputs; got {describe(epsilon)}"
         ) from error
-    if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
+    if not (torch.isfinite(radius) & (radius >= 0)).all():
         raise InputError("epsilon must be finite and non-negative")
     return radius

@@ -44,7 +44,7 @@ _MARGIN = 1 - 1e-9
 def write(
     model: nn.Module,
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     folder: str | Path,
     *,
     radii: Tensor | None = None,
@@ -56,7 +56,7 @@ def write(
     Args:
         model: a network of the operations in `docs/certificates.md`; layers of `equipoise.nn` are exported first.
         x: inputs, the batch first; uint8 images are taken as `x / 255`.
-        y: their labels.
+        y: their labels; None claims the Lipschitz constant alone, and x gives the shape of an input.
         folder: where the bundle is written; existing files of a bundle are replaced.
         radii: claimed radii, lowered to what the checker proves; for dense ReLU networks it proves local certificates too. By
             default the largest radii that follow from the Lipschitz constant.
@@ -71,32 +71,37 @@ def write(
     Raises:
         Refused: the network contains an operation that bundles do not have; the message names it.
     """
-    labels = np.asarray(y.detach().cpu(), dtype=np.int64)
+    divisor = 255 if x.dtype == torch.uint8 else 1
+    images = np.asarray(x.detach().cpu())
+    parameter = next(model.parameters(), torch.zeros(()))
+    example = (x[:2] / divisor).to(parameter)
+    labels = np.zeros(len(x), np.int64)
+    if y is not None:
+        labels = np.asarray(y.detach().cpu(), dtype=np.int64)
     if labels.shape != (len(x),) or not len(labels):
         raise InputError(
             f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}"
         )
-    divisor = 255 if x.dtype == torch.uint8 else 1
-    images = np.asarray(x.detach().cpu())
-    inputs = images / float(divisor)
-    parameter = next(model.parameters(), torch.zeros(()))
-    example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
     kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
             network = checker.Network(document, weights)
             _require_same_function(model, network, example)
-            proved = _provable(network, inputs, labels, np.zeros(len(labels)))
+            claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+            if y is None:
+                files = {"weights.safetensors": to_safetensors(weights)}
+                _save(folder, {**document, "claims": claims}, files)
+                return claims
+            proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
             if deployed:
                 # rounding grows with the radius: what is proved for a larger one holds
-                executed = check_deployed.Deployed(network)
-                proved = np.minimum(proved, _provable(executed, inputs, labels, proved))
+                executed = check_deployed.Deployed(network, proved.max())
+                proved = checker.provable_radii(executed, images, divisor, labels) * _MARGIN
     except checker.Rejected as error:
         raise Refused(f"the checker proves nothing about this network: {error}") from None
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
-    claims: dict[str, Any] = {"lipschitz": float(network.constant)}
     levels = [float(epsilon) for epsilon in epsilons]
 
     def claim(name: str) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def write(
 
     claims[kind] = claim("radii")
     if not deployed and (wanted > proved).any():
-        local = _local(network, inputs, labels, wanted, proved)
+        local = _local(network, images / float(divisor), labels, wanted, proved)
         if local is not None:
             tensors["local"], tensors["multipliers"] = local
             claims["local"] = claim("local")
@@ -226,22 +231,12 @@ def _require_same_function(model: nn.Module, network: "checker.Network", example
         outputs = torch.cat([model(sample[None]) for sample in example])
     expected = np.moveaxis(_double(outputs), 0, -1)
     batch = np.moveaxis(_double(example), 0, -1)
-    value = network.evaluate(batch, np.zeros(len(example))).x
+    value = network.evaluate(batch).x
     tolerance = _AGREEMENT * np.abs(expected).max() + 1e-30
     if value.shape != expected.shape or not np.abs(value - expected).max() <= tolerance:
         raise Refused(
             "the bundle's operations do not give the model's outputs: part of the model was not understood"
         )
-
-
-def _provable(
-    network: "checker.Network", images: np.ndarray, labels: np.ndarray, radii: np.ndarray
-) -> np.ndarray:
-    """Radii of all inputs; of deployed networks, if they are at most these."""
-    proved = np.zeros(len(images))
-    for some, batch in checker.batches(network, images, np.arange(len(images))):
-        proved[some] = checker.provable_radii(network, batch, labels[some], radii[some])
-    return proved * _MARGIN
 
 
 def _local(
@@ -325,7 +320,7 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
 _Arguments = Mapping[str, Any]
 
 #: a dense layer is a convolution without dimensions
-_DENSE = {"stride": [], "padding": [], "dilation": [], "groups": 1, "circular": False}
+_DENSE = {"stride": [], "padding": [], "groups": 1}
 
 
 class _Writer:
@@ -420,7 +415,7 @@ class _Writer:
 
         Args:
             node: a node of the program.
-            op: linear, convolution, transposed or residual.
+            op: linear, convolution, circular, transposed or residual.
             source: the node that is its input.
             parameters: weight and bias; the bias has an entry for each channel.
             geometry: of the convolution.
@@ -430,21 +425,22 @@ class _Writer:
         taps: Any = weight.shape[2:]
         operator: Any = weight
         if taps:
-            keys = dict(geometry)
-            mode = "circular" if keys.pop("circular") else "zeros"
+            mode = "circular" if op == "circular" else "zeros"
             kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(taps) - 1]
-            channels = weight.shape[1] * keys["groups"], len(weight)
-            operator = kind(*channels, taps, bias=False, padding_mode=mode, **keys)
+            channels = weight.shape[1] * geometry["groups"], len(weight)
+            operator = kind(*channels, taps, bias=False, padding_mode=mode, **geometry)
             operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
         if bias is None:
             bias = weight.new_zeros(_shape(node)[0] if op == "transposed" else len(weight))
         weights = {"weight": weight, "bias": bias.reshape(-1, *[1] * len(taps))}
 
         lower = max(1e-30, float(spectral_norm(operator, rtol=1e-4).lower))
-        layer = checker.Layer(_double(weight), geometry, rest.get("size", _shape(source)[1:]))
-        # the smallest bound that the checker's own proof gives, up to a factor of 2 of its distance to the norm
-        for power in range(28):
-            upper = lower * (1 + 1e-9 * 2**power)
+        size = tuple(rest.get("size", _shape(source)[1:]))
+        proof = check_layers.Circular if op == "circular" else checker.Layer
+        layer = proof(_double(weight), geometry, size)
+        # the smallest bound that the checker's own proof gives, up to a factor of 4 of its distance to the norm
+        for power in range(14):
+            upper = lower * (1 + 1e-9 * 4**power)
             try:
                 layer.check(upper)
             except checker.Rejected:
@@ -478,9 +474,19 @@ def _shape(node: fx.Node) -> list[int]:
 
 
 def _geometry(attributes: _Arguments) -> dict[str, Any]:
-    """Stride, padding, dilation and groups of a convolution."""
-    lists = {key: list(attributes[key]) for key in ("stride", "padding", "dilation")}
-    return {**lists, "groups": attributes["groups"], "circular": False}
+    """Stride, padding and groups of a convolution."""
+    lists = {key: list(attributes[key]) for key in ("stride", "padding")}
+    return {**lists, "groups": attributes["groups"]}
+
+
+def _spread(weight: Tensor, dilation: Sequence[int]) -> Tensor:
+    """The kernel of a dilated convolution, with the zeros between its taps written out."""
+    if max(dilation) == 1:
+        return weight
+    taps = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    wide = weight.new_zeros(*weight.shape[:2], *taps)
+    wide[(..., *[slice(None, None, d) for d in dilation])] = weight
+    return wide
 
 
 def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
@@ -491,6 +497,7 @@ def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     if weight.dim() == 2:
         writer.layer(node, "linear", source, (weight, bias), _DENSE)
         return
+    weight = _spread(weight, a["dilation"])
     op = "convolution"
     rest = {}
     geometry = _geometry(a)
@@ -502,7 +509,8 @@ def _linear(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
         widths = source.args[1][::-1]
         if widths[::2] != widths[1::2] or any(geometry["padding"]):
             raise Refused(f"{node.name}: a bundle has equal circular padding on both sides only")
-        geometry |= {"padding": widths[::2], "circular": True}
+        op = "circular"
+        geometry["padding"] = widths[::2]
         source = source.args[0]
     writer.layer(node, op, source, (weight, bias), geometry, **rest)
 
@@ -515,8 +523,11 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     sources = [source for source in node.all_input_nodes if source in writer.names]
     if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros or not sources:
         raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
-    geometry = _geometry(vars(inner)) if inner.weight.dim() > 2 else _DENSE
-    parameters = inner.weight, offset if offset.numel() else None
+    weight, geometry = inner.weight, _DENSE
+    if weight.dim() > 2:
+        geometry = _geometry(vars(inner))
+        weight = _spread(weight, inner.dilation)
+    parameters = weight, offset if offset.numel() else None
     writer.layer(node, "residual", sources[0], parameters, geometry, h=2.0)
 
 
@@ -544,15 +555,28 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 
 
 def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
-    """Operations that move entries or pad with zeros: done with the places of the entries, counted from 1."""
-    if a.get("value"):
-        raise Refused(f"{node.name}: a bundle has padding with zeros only")
+    """Operations that move entries: done with the places of the entries."""
     source: Any = node.args[0]
     count = math.prod(_shape(source))
-    places = torch.arange(1.0, 1 + count, dtype=torch.float64).reshape(1, *_shape(source))
+    places = torch.arange(float(count), dtype=torch.float64).reshape(1, *_shape(source))
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
-    writer.emit(node, "gather", [source], {"index": index[0].long() - 1})
+    writer.emit(node, "gather", [source], {"index": index[0].long()})
+
+
+def _pad(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
+    """Padding with zeros, or in other ways that copy entries."""
+    source: Any = node.args[0]
+    if a.get("mode", "constant") != "constant":
+        _gather(writer, node, a)
+        return
+    widths = list(a["pad"])
+    rest = 2 * len(_shape(source)) - len(widths)
+    if a.get("value") or min(widths) < 0 or rest < 0:
+        raise Refused(f"{node.name}: a bundle has padding of a sample with zeros only")
+    # the widths begin with the last dimension
+    pairs = [*zip(widths[::2], widths[1::2], strict=True)][::-1]
+    writer.emit(node, "pad", [source], widths=[0] * rest + [w for pair in pairs for w in pair])
 
 
 def _arithmetic(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
@@ -652,7 +676,7 @@ _MODULES: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
 _PARTS = {"maximum", "minimum"}
 _PASSED = {"getitem", "dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _RESHAPES = ("flatten", "unflatten", "view", "reshape", "unsqueeze", "squeeze")
-_MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "pad")
+_MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice")
 _FUNCTIONS = (
     "relu",
     "abs",
@@ -672,6 +696,7 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
     **dict.fromkeys(_MOVES, _gather),
     **dict.fromkeys(_FUNCTIONS, _activation),
     "batch_norm": _batch_norm,
+    "pad": _pad,
     "cat": _concatenate,
 }
 

@@ -232,6 +232,7 @@ CASES = {
     "avg pool 3d": at(nn.AvgPool3d(2, 1), (1, 4, 4, 4), 0.95),
     "adaptive avg pool": at(nn.AdaptiveAvgPool2d((3, 2)), (1, 7, 5)),
     "upsample nearest odd": at(nn.Upsample(size=(7, 5)), (1, 4, 4)),
+    "upsample doubled": at(nn.Upsample(scale_factor=2, mode="bilinear"), (1, 5, 3)),
     "upsample bilinear": at(nn.Upsample(scale_factor=1.7, mode="bilinear"), (1, 5, 5)),
     "upsample aligned": at(nn.Upsample(size=(9, 3), mode="bilinear", align_corners=True), (1, 5, 5)),
     "upsample bicubic": at(nn.Upsample(scale_factor=2, mode="bicubic"), (1, 5, 5)),

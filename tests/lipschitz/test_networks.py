@@ -89,9 +89,7 @@ def test_the_shares_add_up_and_name_the_worst_layer():
     assert report.fix_first(1)[0].name == "2"
     net, shape, _ = NETS["resnet identity"]
     assert "sum" not in {row.kind for row in lipschitz_bound(net, torch.zeros(1, *shape)).fix_first(99)}
-    page = report.to_html("<audit>")
-    assert "&lt;audit&gt;" in page
-    assert page.count("<tr>") == len(report.layers) + 1
+    assert report.to_dict()["fix_first"][0] == "2"
 
 
 def test_fusing_wins_orders_of_magnitude_and_brackets_agree(data_dir, monkeypatch):

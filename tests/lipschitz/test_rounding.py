@@ -40,6 +40,8 @@ CASES = {
                              nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 3)), (9,)),
     "convolutions": (nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.MaxPool2d(2),
                                    nn.Conv2d(5, 4, 2, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)), (2, 8, 8)),
+    "enlarged": (nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Upsample(scale_factor=2, mode="bilinear"), nn.Upsample((9, 11)),
+                               nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(126, 3)), (2, 5, 5)),
     "sorting": (nn.Sequential(nn.Linear(8, 8), MaxMin(), nn.Linear(8, 3)), (8,)),
     "mixed": (Op(_mixed, last=nn.Linear(12, 3)), (4, 4)),
     "blocks": (Op(_potentials, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(8))), (6,)),

@@ -41,7 +41,8 @@ def bound(name="conv1", layers=4):
     rows.append({**rows[0], "name": "relu", "kind": "relu", "lower": None, "upper": 1.0, "share": 0.0})
     return {
         "upper": 20.0, "log_upper": np.log(20.0), "product": 30.0, "log_product": np.log(30.0), "fused": 25.0,
-        "log_fused": np.log(25.0), "log_chain": None, "method": "fused", "ball": None, "notes": [], "layers": rows,
+        "log_fused": np.log(25.0), "log_chain": None, "method": "fused", "ball": None, "notes": [], "fix_first": [name],
+        "layers": rows,
     }  # fmt: skip
 
 

@@ -37,8 +37,8 @@ def test_right_answers_without_a_proof_are_a_status_of_their_own(report_parts):
     details = {"procedure": "deterministic", "rivals": (1, 1, 0), "methods": ("margin", "", "")}
     s = report_parts.certified([0.5, 0.0, 0.0], [0, -1, -1], [0, 0, 1], **details)
     page = render(ReportData("t", (s,)), PLOTLY)
-    assert "1 wrong, 1 right, nothing proved, 1 proved" in page
-    assert payload(page)["series"][0]["status"] == ["proved", "right, nothing proved", "wrong"]
+    assert "1 wrong, 1 right, not certified, 1 certified" in page
+    assert payload(page)["series"][0]["status"] == ["certified", "right, not certified", "wrong"]
     assert "33.3 %" in page  # certified at ε = 0: one of three
 
 

@@ -74,7 +74,7 @@ def test_every_output_says_the_same(call, place, kind):
         table = list(csv.DictReader(file))
     assert [row["status"] for row in table] == list(results.status)
     for epsilon, accuracy in exact.items():
-        counted = [row["status"] == "proved" and float(row["radius"]) >= epsilon * (1 - 1e-5) for row in table]
+        counted = [row["status"] == "certified" and float(row["radius"]) >= epsilon * (1 - 1e-5) for row in table]
         assert np.mean(counted) == pytest.approx(accuracy, abs=1 / len(table))
     (series,) = [s for s in collect([kind]).series if s.own]
     assert [float(series.results.accuracy(e)) for e in exact] == list(exact.values())
@@ -85,7 +85,7 @@ def test_every_output_says_the_same(call, place, kind):
 
     attacked = json.loads(call("attack", kind, "--epsilon", 0.25, "--json", "--steps", 5))
     assert attacked["broken"] == []
-    assert attacked["inside"] == sum(s == "proved" for s in results.status)
+    assert attacked["inside"] == sum(s == "certified" for s in results.status)
     assert attacked["accuracy"][0]["certified"] == pytest.approx(float(results.accuracy(0.25)), abs=1 / len(table))
     assert attacked["accuracy"][0]["attacked"] >= attacked["accuracy"][0]["certified"]
 
@@ -94,7 +94,7 @@ def test_every_output_says_the_same(call, place, kind):
         return
     answers = json.loads(call("predict", kind, "--data", "digits", "--json", "--n", 500))["answers"]
     for row, status, answer in zip(run.rows, results.status, results.answer, strict=True):
-        if status == "proved":
+        if status == "certified":
             assert answers[row.position]["answer"] in (None, int(answer))
 
 

@@ -26,7 +26,7 @@ def test_radii_are_those_of_certified_radius_and_every_output_agrees(tmp_path):
     right = (net(x).argmax(1) == y).numpy()
     assert results.right.tolist() == right.tolist()
     assert summary.clean == right.mean()
-    assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status])
+    assert summary.accuracy[0.0] == np.mean([s == "certified" for s in results.status])
     assert summary.accuracy[0.05] == direct.accuracy(0.05)
     assert run.contradictions(results)[1] == []
 
@@ -43,12 +43,12 @@ def test_right_but_nothing_proved_is_a_status_of_its_own(tmp_path):
     y[0] = (y[0] + 1) % 4
     run = prove(net, (x, y), run_dir=tmp_path / "a")
     results, summary = run.results(), run.summary([0.0])
-    assert set(results.status) <= {"wrong", "right, nothing proved", "proved"}
+    assert set(results.status) <= {"wrong", "right, not certified", "certified"}
     assert results.status[0] == "wrong"
-    assert "right, nothing proved" in results.status
+    assert "right, not certified" in results.status
     assert summary.clean == 5 / 6
-    assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status]) < summary.clean
-    assert f"{summary.results.statuses['right, nothing proved']} right, nothing proved" in summary.lines()[1]
+    assert summary.accuracy[0.0] == np.mean([s == "certified" for s in results.status]) < summary.clean
+    assert f"{summary.results.statuses['right, not certified']} right, not certified" in summary.lines()[1]
 
 
 def test_stopped_merged_and_continued_runs_have_the_same_table(tmp_path):
@@ -98,4 +98,4 @@ def test_inputs_without_labels_keep_the_networks_own_answers(tmp_path):
     net, (x, _) = small(), runs_nets.data(4)
     results = prove(net, x, run_dir=tmp_path / "a", effort="fast").results()
     assert results.answer.tolist() == net(x).argmax(1).tolist()
-    assert set(results.status) == {"proved"}
+    assert set(results.status) == {"certified"}

@@ -82,7 +82,7 @@ def test_refusals():
     sets = eq.smoothing.RobustConformal(LINE, SIGMA)
     with pytest.raises(eq.InputError, match="call calibrate"):
         sets.predict(x, 0.1)
-    with pytest.raises(eq.InputError, match="expected 20 integer labels from 0 to 1"):
+    with pytest.raises(eq.InputError, match="labels must lie in 0 … 1"):
         sets.calibrate(x, y + 1)
     sets.calibrate(x, y)
     for bad in ({"radius": -1.0}, {"radius": math.nan}, {"radius": 0.1, "alpha": 0.0}, {"radius": 0.1, "alpha": 1.5}):

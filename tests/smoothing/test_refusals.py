@@ -98,7 +98,6 @@ BAD = [
     lambda: smooth(sigma="0.5x"),
     lambda: smooth(classes=1),
     lambda: smooth(classes=2.5),
-    lambda: smooth(nonfinite="ignore"),
     lambda: smooth(classes=3).predict(X),
     lambda: smooth().predict(X[0]),
     lambda: smooth().predict(X, ids=[1, 2]),

@@ -36,7 +36,7 @@ def test_votes(procedure: str, law: VoteLaw, n: int):
     assert not too_many(wrong_radius(result, law), ALPHA)
     p = np.asarray(law.p)
     rival = np.array([np.delete(p, k).max() for k in range(len(p))])[result.selected]
-    direct = np.asarray(result.details["direct"])
+    direct = result.direct
     misses = ~direct & ((result.p_lower > p[result.selected]) | (result.p_upper < rival))
     assert not too_many(misses, ALPHA), "the bounds themselves, not only the radius"
 

@@ -81,6 +81,18 @@ class TokenShift(nn.Module):
         return Bound(1.0, Kind.UPPER, "entries are moved")
 
 
+class CausalLayer(nn.TransformerEncoderLayer):
+    """A pre-norm layer with causal softmax attention, as plain GPTs have it."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__(width, heads, hidden, 0.0, "gelu", batch_first=True, norm_first=True)
+
+    def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]
+        """The layer on (batch, tokens, width)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(src.shape[1], src.device, src.dtype)
+        return super().forward(src, mask, is_causal=True)
+
+
 class LipschitzGPT(nn.Module):
     """A character model with Lipschitz attention and convex residuals whose logits can be held at a proved Lipschitz constant.
 
@@ -97,7 +109,8 @@ class LipschitzGPT(nn.Module):
         hidden: of the two-layer networks, 4 times the width by default.
         constant: Lipschitz constant of the logits in the embeddings, None for none.
         reach: the two-layer networks read a group of features of each of the last `reach` tokens.
-        attention: "l2", as a convex residual, or "convex", 1-Lipschitz and its own residual, with a window of `context`.
+        attention: "l2", as a convex residual, or "convex", 1-Lipschitz and its own residual, with a window of `context`; or
+            "softmax", the blocks of a plain GPT, for comparison, which have no radii: `constant` must be None.
 
     >>> from equipoise.lipschitz import lipschitz_bound
     >>> model = LipschitzGPT(vocabulary=7, context=4, width=8, depth=1, heads=2).eval()
@@ -129,7 +142,9 @@ class LipschitzGPT(nn.Module):
             raise InputError(f"reach must lie between 1 and the width, {width}, got {reach}")
         if constant is not None and not (math.isfinite(constant) and constant > 0):
             raise InputError(f"constant must be a positive number or None, got {constant}")
-        require_one_of(("l2", "convex"), attention=attention)
+        require_one_of(("l2", "convex", "softmax"), attention=attention)
+        if attention == "softmax" and constant is not None:
+            raise InputError("softmax attention has no radii: take constant=None")
         self.constant = constant
         #: blocks whose weights are held
         self.held = depth if attention == "convex" else 2 * depth
@@ -138,6 +153,9 @@ class LipschitzGPT(nn.Module):
         hidden = hidden or 4 * width
         blocks: list[nn.Module] = []
         for _ in range(depth):
+            if attention == "softmax":
+                blocks.append(CausalLayer(width, heads, hidden))
+                continue
             dense = nn.Sequential(
                 TokenShift(reach), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)
             )

@@ -66,14 +66,14 @@ class Cloud:
                 key
             ]:  # row by row: one pass through memory, nothing allocated
                 squares.addcmul_(column, column)
-            found = squares.sqrt()
+            roots = squares.sqrt()
             small = squares < 1e-280  # squares may have vanished
             if bool(small.any()):
                 largest = torch.zeros_like(self.centre)
                 for column in self.blocks[key]:
                     largest = torch.maximum(largest, column.abs())
-                found = torch.where(small, largest * math.sqrt(len(self.blocks[key])), found)
-            self.lengths[key] = found
+                roots = torch.where(small, largest * math.sqrt(len(self.blocks[key])), roots)
+            self.lengths[key] = roots
         return self.lengths[key]
 
     @property
@@ -216,7 +216,7 @@ def _remainder(
     The run's norm carries what came from its base; what was added on the way is carried by gains.
     """
     facts = state.run.facts[node]
-    fused, found, added = math.inf, [], []
+    fused, clouds, added = math.inf, [], []
     direct = any(s.node is facts.base for s, _ in step.gains)
     if facts.form is not None and not direct and not isinstance(facts.form, Diagonal | Padding):
         fused = float(bracket(facts.form, state.cache).upper)
@@ -229,11 +229,11 @@ def _remainder(
         ]
         added.append(inflate(_combined(step, carried) + own[i]))
         base = 0.0 if facts.base is None else state.noise[facts.base][i]
-        found.append(
+        clouds.append(
             min(plain, math.inf if math.isinf(fused) else inflate(fused * base + added[i]))
         )
     state.added[node] = (added[0], added[1])
-    state.noise[node] = (found[0], found[1])
+    state.noise[node] = (clouds[0], clouds[1])
     return state.noise[node]
 
 
@@ -262,11 +262,11 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
         rough = 2.0**-44 * (c.abs() + centre.abs())
     rows = (width > 0).flatten().nonzero().flatten()
     state.unstable[call.node] = (len(rows), c.numel())
-    known = inflate(exp_up(state.boxes[before].log) + cloud.tau)
+    bound = inflate(exp_up(state.boxes[before].log) + cloud.tau)
     columns = cloud.generators + len(rows)
     if relu and alone and columns > 2 * c.numel() and columns * c.numel() > FRESH:
-        return _restart(state, call.node, cloud, c, h, known)
-    lip = inflate(float(width.max()) * known) if len(rows) else 0.0
+        return _restart(state, call.node, cloud, c, h, bound)
+    lip = inflate(float(width.max()) * bound) if len(rows) else 0.0
     if 0 < len(rows) <= 2 * ROWS:
         lip = min(lip, state.norm(cloud, rows, width.flatten()))
     fresh = rough + 4 * _U * slope.abs() * h
@@ -308,10 +308,10 @@ def _relu(c: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _restart(
-    state: Zonotope, node: fx.Node, cloud: Cloud, c: Tensor, h: Tensor, known: float
+    state: Zonotope, node: fx.Node, cloud: Cloud, c: Tensor, h: Tensor, gain: float
 ) -> Cloud:
     """A ReLU that everything passes through: forget where its entries came from, one symbol per entry that moves."""
-    lip = min(inflate(state.norm(cloud, torch.arange(c.numel())) + cloud.tau), known)
+    lip = min(inflate(state.norm(cloud, torch.arange(c.numel())) + cloud.tau), gain)
     low, high = (c - h).clamp_min(0), (c + h).clamp_min(0)
     mu = (high - low) / 2 + 4 * _U * (c.abs() + h) * (high > 0)
     rows = (mu > 0).flatten().nonzero().flatten()
@@ -404,16 +404,16 @@ CHUNK = 256
 def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None]) -> Tensor:
     """The linear part applied to a batch of directions per input; None stands for directions that are zero there."""
     nodes = list(blocks)
-    given = {n: t for n, t in blocks.items() if t is not None}
+    present = {n: t for n, t in blocks.items() if t is not None}
     shapes = {s.node: s.shape for s, _ in step.gains}
     absent = {
-        n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given
+        n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in present
     }
     if isinstance(step.map, Copy) and step.map.same:
-        return given[nodes[0]]
+        return present[nodes[0]]
 
     def one(*directions: Tensor) -> Tensor:
-        return apply(call, step, {**absent, **dict(zip(given, directions, strict=True))})
+        return apply(call, step, {**absent, **dict(zip(present, directions, strict=True))})
 
-    parts = zip(*(t.split(CHUNK) for t in given.values()), strict=True)
+    parts = zip(*(t.split(CHUNK) for t in present.values()), strict=True)
     return torch.cat([torch.func.vmap(one)(*part) for part in parts])

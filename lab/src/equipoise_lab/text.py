@@ -75,7 +75,7 @@ class Snips:
     def _encode(self, rows: list[int]) -> None:
         if not rows:
             return
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             [self.words[row] for row in rows],
             is_split_into_words=True,
             truncation=True,
@@ -83,11 +83,11 @@ class Snips:
         )
         for place, row in enumerate(rows):
             slots, before = [], None
-            for word in found.word_ids(place):
+            for word in encoded.word_ids(place):
                 first = word is not None and word != before
                 slots.append(self.slots.index(self.tags[row][word]) if first else IGNORED)
                 before = word
-            self._encoded[row] = (found["input_ids"][place], slots)
+            self._encoded[row] = (encoded["input_ids"][place], slots)
 
     def fingerprint(self) -> str:
         """`sha256:…` of the sentences, slots and intents."""
@@ -120,17 +120,17 @@ class IntentSlots(Task):
         intent, slots = output[0].argmax(1), output[1].argmax(2)
         counted = y[:, 1:] != IGNORED
         right = (slots == y[:, 1:]) & counted
-        known = intent == y[:, 0]
-        whole = known & (right == counted).all(1)
+        labelled = intent == y[:, 0]
+        whole = labelled & (right == counted).all(1)
         n = len(y)
-        found: Counts = {
-            "accuracy": (known.sum(), n),
+        totals: Counts = {
+            "accuracy": (labelled.sum(), n),
             "slot_accuracy": (right.sum(), counted.sum()),
             "sentence_accuracy": (whole.sum(), n),
         }
         if not quick:
-            found["slot_f1"] = self._spans(slots, y[:, 1:], counted)
-        return found
+            totals["slot_f1"] = self._spans(slots, y[:, 1:], counted)
+        return totals
 
     def _spans(self, guessed: Tensor, true: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         both = total = 0
@@ -154,15 +154,15 @@ def spans(tags: Sequence[int], names: Sequence[str]) -> set[tuple[int, int, str]
     >>> sorted(spans([1, 2, 0, 2], ["O", "B-city", "I-city"]))
     [(0, 2, 'city'), (3, 4, 'city')]
     """
-    found, start, kind = set(), 0, ""
+    entities, start, kind = set(), 0, ""
     for place, tag in enumerate([*(names[t] for t in tags), "O"]):
         mark, _, now = tag.partition("-")
         if kind and (mark != "I" or now != kind):
-            found.add((start, place, kind))
+            entities.add((start, place, kind))
             kind = ""
         if mark != "O" and not kind:
             start, kind = place, now
-    return found
+    return entities
 
 
 def load_snips(folder: str | Path, split: str, max_length: int = 64) -> Snips:
@@ -316,8 +316,8 @@ class Characters:
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
         """Stretches and what follows them at these positions."""
         start = torch.as_tensor(indices).reshape(-1, 1) * self.stride
-        found = self.tokens[start + torch.arange(self.context + 1)]
-        return found[:, :-1], found[:, 1:]
+        window = self.tokens[start + torch.arange(self.context + 1)]
+        return window[:, :-1], window[:, 1:]
 
     def fingerprint(self) -> str:
         """`sha256:…` of the characters and how they are cut."""
@@ -367,11 +367,11 @@ class NextToken(Task):
 
     def counts(self, output: Any, y: Tensor, quick: bool = False) -> Counts:
         """Right guesses, and bits: `−log₂ p` of the true tokens, summed."""
-        found: Counts = {"accuracy": ((output.argmax(2) == y).sum(), y.numel())}
+        totals: Counts = {"accuracy": ((output.argmax(2) == y).sum(), y.numel())}
         if not quick:
             nats = F.cross_entropy(output.flatten(0, 1).double(), y.flatten(), reduction="sum")
-            found["bits"] = (nats / math.log(2), y.numel())
-        return found
+            totals["bits"] = (nats / math.log(2), y.numel())
+        return totals
 
     def fit(self, model: nn.Module, source: Any) -> NextToken:
         """The same; refused for data that are no text."""

@@ -198,7 +198,7 @@ class Ball:
         scale = np.concatenate([sigma, np.full(len(margins), L)])
         R = np.concatenate([C, D * sigma], axis=1) / scale[:, None]
         error = norm((slack / scale)[:, None]) + 16 * U * norm(R.reshape(-1, 1))
-        check_matrix(R, float(1 - error[0] * WIDER))
+        check_norm(R, float(1 - error[0] * WIDER))
 
 
 def check_local(network, inputs, claim):
@@ -228,7 +228,7 @@ def integers_of(array, unit):
     return np.array(entries, object).reshape(array.shape)
 
 
-def check_norm(weight, unit, s):
+def check_norm_exactly(weight, unit, s):
     """Prove `‖W‖ ≤ s`: `s²I − WWᵀ − LLᵀ` is diagonally dominant, so `WWᵀ ⪯ s²I`; L is a rounded Cholesky factor."""
     if weight.shape[0] > weight.shape[1]:
         weight = weight.T
@@ -267,7 +267,7 @@ def check_exact(folder):
     constant = Fraction(1)
     norms = [float(node["upper"]) for node in network.nodes if node["op"] == "linear"]
     for (weight, bias), s in zip(dense_layers(network), norms):
-        check_norm(weight, unit, s)
+        check_norm_exactly(weight, unit, s)
         trunk = constant
         constant *= Fraction(s)
         layers.append((integers_of(weight, unit), integers_of(bias, unit)))

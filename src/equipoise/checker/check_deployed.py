@@ -1,7 +1,7 @@
 """Networks that are executed in float32, for `check.py`: sums in any order, at every float32 input within the radius.
 
 This file belongs beside `check.py` and follows its rules; `python check.py DIR` finds it there. A forward pass in float32
-computes, at an input within the radius, values whose distance e to the exact ones there obeys
+computes, at an input within the largest claimed radius, values whose distance e to the exact ones there obeys
 
     e' = factor·e + γ·size',   size' = size + reach·(constant·radius + e)
 
@@ -24,10 +24,11 @@ UNDERFLOW = 2.0**-90
 
 
 class Deployed(Network):
-    """A network whose norms are proved, executed in float32."""
+    """A network whose norms are proved, executed in float32 at inputs within a radius; `error` includes its rounding."""
 
-    def __init__(self, network):
+    def __init__(self, network, radius):
         self.__dict__.update(network.__dict__)
+        self.radius = radius
         for tensor in self.tensors.values():
             require(tensor.dtype != np.float64, "a network in float32 has weights in float32")
 
@@ -35,24 +36,21 @@ class Deployed(Network):
         """The norm of `|W||x|`, entry by entry: sharper, at the price of a second convolution."""
         return norm(layer.apply(np.abs(x), np.abs(layer.weight)))
 
-    def bound(self, step, inputs, radii):
-        """The bounds of the real network, and the distance of the deployed one."""
-        constant = sum(value.constant for value in inputs)
-        error = sum(value.error for value in inputs)
-        deployed = sum(value.deployed for value in inputs)
-
+    def bound(self, step, inputs):
+        """The bounds of the real network, and what float32 adds."""
         # how far the values of a deployed network may be from those that were computed here
-        drift = constant * radii + error + deployed
+        drift = sum(value.constant * self.radius + value.error for value in inputs)
         size = step.size + step.reach * drift
         require((size < 1e30).all(), "float32 may overflow")
-        deployed = step.factor * deployed + gamma(step.terms, FLOAT32) * size
-        value = super().bound(step, inputs, radii)
-        return value._replace(deployed=deployed * SLACK + UNDERFLOW)
+        rounding = gamma(step.terms, FLOAT32) * size * SLACK + UNDERFLOW
+        value = super().bound(step, inputs)
+        return value._replace(error=value.error + rounding)
 
 
 def check_deployed(network, inputs, claim):
     """Prove the claimed radii of the network as it is executed in float32."""
-    sentences = check_radii(Deployed(network), inputs, claim)
+    radius = read_inputs(network, inputs, claim)[2].max()
+    sentences = check_radii(Deployed(network, radius), inputs, claim)
     return [f"{sentence}, executed in float32" for sentence in sentences]
 
 

@@ -16,15 +16,30 @@ else:
 # --- linear layers -----------------------------------------------------------------------------------------------------
 
 
+class Circular(Layer):
+    """A convolution with circular padding: its period is the image."""
+
+    mode = "wrap"
+
+    def __init__(self, weight, geometry, size):
+        super().__init__(weight, geometry, size)
+        self.period = self.positions * self.stride
+        require((self.period == size).all(), "a circular convolution that changes the size")
+
+
+def circular(network, node, x):
+    """A convolution with circular padding, `Wx + b`."""
+    return linear(network, node, x, Circular)
+
+
 def adjoint(layer, y):
     """The adjoint of a layer: every tap adds to the entries that it reads."""
-    require(not layer.circular, "the adjoint of a circular convolution")
     groups, outputs, inputs = layer.weight.shape[:3]
     require(y.shape[:-1] == (groups * outputs, *layer.positions), "an adjoint of another size")
 
     columns = y.reshape(groups, outputs, -1)
     image = np.zeros((groups * inputs, *layer.padded, y.shape[-1]))
-    for tap in np.ndindex(*layer.kernel):
+    for tap in np.ndindex(*layer.taps):
         part = layer.part(image, tap)
         weight = layer.weight[(..., *tap)].transpose(0, 2, 1)
         part += (weight @ columns).reshape(part.shape)
@@ -33,13 +48,18 @@ def adjoint(layer, y):
     return image[(slice(None), *inside)]
 
 
+def backward_fan(layer):
+    """The number of terms of a sum of the adjoint."""
+    return layer.weight[0, :, 0].size + 2
+
+
 def transposed(network, node, x):
     """A transposed convolution, `Wᵀx + b`, with W a convolution of images of the size of the result."""
-    layer = network.layer(node, integers(node["size"], x.ndim - 2))
+    layer = network.layer(node, tuple(integers(node["size"])))
     y = adjoint(layer, x)
     bias = network.repeated(node, "bias", y)
     size = layer.scale * norm(x) + norm(bias)
-    return Step(y + bias, node["upper"], layer.fan, size, layer.scale)
+    return Step(y + bias, node["upper"], backward_fan(layer), size, layer.scale)
 
 
 def residual(network, node, x):
@@ -63,19 +83,19 @@ def residual(network, node, x):
     size = norm(x) + (1 + h * s) * inner + h * returned
     reach = 1 + layer.scale + 4 * h * max(layer.scale, s) ** 2
     factor = max(1.0, h * s * s * SLACK - 1)
-    return Step(x - h * back, factor, 2 * layer.fan + 8, size * SLACK, reach * SLACK)
+    terms = layer.fan + backward_fan(layer) + 8
+    return Step(x - h * back, factor, terms, size * SLACK, reach * SLACK)
 
 
 def pool(network, node, x):
     """Average or max pooling: every entry lies in at most `∏ ⌈k/q⌉` windows of `∏ k` entries, q the stride."""
-    kernel = integers(node["kernel"], x.ndim - 2)
+    kernel = integers(node["kernel"])
     count = math.prod(kernel.tolist())
     require(count * len(x) <= 2**24, "a window is too large")
     largest = node["op"] == "max_pool"
 
     # a window of ones for each channel: its geometry is used
-    geometry = {**node, "dilation": [1] * len(kernel), "groups": len(x), "circular": False}
-    layer = Layer(np.ones((len(x), 1, *kernel)), geometry, x.shape[1:-1])
+    layer = Layer(np.ones((len(x), 1, *kernel)), {**node, "groups": len(x)}, x.shape[1:-1])
     widths = [(0, 0), *zip(layer.padding, layer.padding), (0, 0)]
     image = np.pad(x, widths, constant_values=-np.inf if largest else 0)
     y = -np.inf if largest else 0.0
@@ -91,9 +111,17 @@ def pool(network, node, x):
 
 
 def concatenate(network, node, *parts):
-    """The channels of several values, one after the other."""
+    """The channels of several values, one after the other: squares of distances add up."""
     require(0 < len(parts) <= 64, "expected some values, not too many")
-    return Step(np.concatenate(parts), 1.0, apart=True)
+    return Step(np.concatenate(parts), 1.0, total=np.linalg.norm)
+
+
+def pad(network, node, x):
+    """Zeros are added around an image; `widths` counts them, first and last of every axis but that of the samples."""
+    widths = integers(node["widths"], 0).reshape(x.ndim - 1, 2)
+    sizes = widths.sum(axis=1) + x.shape[:-1]
+    require(math.prod(sizes.tolist()) <= MAX_ENTRIES, "a padded value is too large")
+    return Step(np.pad(x, [*widths, (0, 0)]), 1.0)
 
 
 # --- activations -------------------------------------------------------------------------------------------------------
@@ -147,11 +175,13 @@ def householder(network, node, x):
 
 
 OPERATIONS |= {
+    "circular": circular,
     "transposed": transposed,
     "residual": residual,
     "average_pool": pool,
     "max_pool": pool,
     "concatenate": concatenate,
+    "pad": pad,
     "leaky_relu": leaky_relu,
     "clamp": clamp,
     "tanh": smooth,

@@ -132,13 +132,11 @@ def predict(
     network = options.load_network(recipe, batch=stored.settings.chunk_size)
     answers = predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)
     names: dict[Any, str] = dict(enumerate(stored.manifest.data.classes or ()))
-    rows = [row | {"class": names.get(row["answer"])} for row in answers]
+    rows = [row | {"class": names.get(row["answer"])} if names else row for row in answers]
     if json:
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
-        print_table(
-            "Answers", [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
-        )
+        print_table("Answers", [_cells(row) for row in rows])
         given = [row for row in rows if row["answer"] is not None]
         right = sum(row["answer"] == row["label"] for row in given)
         tell(
@@ -147,3 +145,9 @@ def predict(
         )
     if any(row["failure"] for row in rows):
         raise typer.Exit(1)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """The table's cells of one input: what stopped it stands in the place of an answer."""
+    shown = row | {"answer": row["failure"] or "abstained"} if row["answer"] is None else row
+    return {name: str(value) for name, value in shown.items() if name != "failure"}

@@ -1,4 +1,4 @@
-"""`equipoise audit`: the Lipschitz bound of a saved network, as a table, JSON or an HTML report."""
+"""`equipoise audit`: the Lipschitz bound of a saved network, as a table, JSON or an HTML page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def audit(
             help="closed: the dense layers at the end together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
         ),
     ] = "auto",
-    html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write the page of `equipoise report` too")
+    ] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
 ) -> None:
@@ -48,7 +50,7 @@ def audit(
       equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
     """
     from equipoise.core.bounds import format_up
-    from equipoise.core.files import atomic_write
+    from equipoise.report import collect, write_report
 
     shape = options.sizes(input_shape)
     with progress(f"bounding {model}, node by node") as update:
@@ -62,7 +64,8 @@ def audit(
             progress=lambda done, total: update(completed=done, total=total),
         )
     if html is not None:
-        atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
+        title = f"Lipschitz audit of {model}"
+        write_report(collect([], title=title, audits={model: report}), html)
     emit_json(report.to_dict()) if json else tell(str(report))
     if fail_above is not None and not report.upper <= fail_above:
         complain(f"the bound {format_up(report.upper)} is larger than {fail_above:g}")

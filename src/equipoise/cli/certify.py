@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,6 +92,9 @@ def prove(
     ball: Annotated[
         float | None, typer.Option(help="with --vnnlib: the l2 ball, not the box")
     ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="token sequences, a .npy (N, T), instead of --data")
+    ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
@@ -103,7 +107,8 @@ def prove(
     A single --epsilon is the only radius asked about: methods are tried from cheap to tight until
     one proves it. With --complete the answers are proved, broken (the input is stored)
     or undecided. Exit code 1: some inputs failed. --vnnlib asks whether a property holds: the
-    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds.
+    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds. --tokens, for
+    a network that begins with an embedding: how many tokens may be exchanged for any others.
 
     Examples:
 
@@ -111,14 +116,19 @@ def prove(
       equipoise prove model.pt2 --data digits --epsilon 0.5 --complete
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
       equipoise prove model.onnx --vnnlib property.vnnlib --seconds 60
+      equipoise prove package.module:factory --weights net.safetensors --tokens sequences.npy
     """
+    if tokens is not None:
+        return _substitutions(model, weights, tokens, json)
     if vnnlib is not None:
         return _verify(model, vnnlib, ball, seconds or None, json)
     if data is None:
         options.refuse("give --data, or a property with --vnnlib")
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    given = {name: value for name, value in locals().items() if name not in ("vnnlib", "ball")}
+    given = {
+        name: value for name, value in locals().items() if name not in ("vnnlib", "ball", "tokens")
+    }
     levels = options.epsilons(epsilon)
     asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
     values = [f"epsilon={asked}"] if asked > 0 else []
@@ -129,8 +139,6 @@ def _verify(
     model: str, vnnlib: Path, ball: float | None, seconds: float | None, json: bool
 ) -> None:
     """Whether a property in VNN-LIB holds for a network."""
-    import math
-
     import torch
 
     from equipoise.checkpoints import load_model
@@ -149,6 +157,29 @@ def _verify(
         tell(answer.verdict, *(f"{name}: {v}" for name, v in values.items() if v is not None))
     if answer.verdict != "holds":
         raise typer.Exit(1)
+
+
+def _substitutions(model: str, weights: str | None, tokens: Path, json: bool) -> None:
+    """How many tokens of each sequence may be exchanged, proved."""
+    import numpy as np
+    import torch
+
+    from equipoise.checkpoints import load_model
+    from equipoise.core.files import guarded, open_regular
+    from equipoise.lipschitz import proved_substitutions
+
+    sequences = guarded(
+        lambda: torch.as_tensor(np.load(open_regular(tokens), allow_pickle=False)),
+        f"reading {tokens}",
+    )
+    network: Any = load_model(model, weights).model
+    harmless = proved_substitutions(network, sequences)[0].tolist()
+    if json:
+        emit_json({"substitutions": harmless})
+        return
+    for k in range(1, max(harmless) + 2):
+        count = sum(number >= k for number in harmless)
+        tell(f"any {k} tokens may be exchanged in {count} of {len(harmless)} sequences")
 
 
 def _perform(
@@ -188,6 +219,8 @@ def _perform(
         name=name,
         recipe=recipe,
     )
+    if bundle is not None:
+        _require_bundle(job)
     stored = _run(job, run, workers=workers, address=address)
     if bundle is not None and kind == "sampled":
         _write_votes(stored, bundle)
@@ -215,7 +248,7 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         for line in report.lines():
             say(line)
         if each is not None:
-            say(f"{left} inputs take up to {left * each / 60:.2g} minutes on one core")
+            say(f"{left} inputs take up to {_duration(left * each)} on one core")
     try:
         with progress("certifying") as update:
 
@@ -227,6 +260,27 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         options.interrupted(folder)
 
 
+def _duration(seconds: float) -> str:
+    """Rounded up, in the unit a person would choose."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = seconds / 60
+    return f"{math.ceil(minutes)} minutes" if minutes < 90 else f"{math.ceil(minutes / 60)} hours"
+
+
+def _require_bundle(job: Job) -> None:
+    """Refuse what no bundle can hold before the work is done."""
+    from equipoise import certificates
+
+    settings = job.settings
+    if settings.kind == "proved":
+        certificates.describe(job.spec.model.build(), job.spec.example[None])
+    elif settings.soft or settings.adaptive or settings.channels:
+        options.refuse(
+            "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
+        )
+
+
 def _write_votes(run: Run, folder: Path) -> None:
     """The votes of a run as a bundle, with the radii that follow from them."""
     import numpy as np
@@ -234,10 +288,6 @@ def _write_votes(run: Run, folder: Path) -> None:
     from equipoise import certificates
 
     settings = run.settings
-    if settings.soft or settings.adaptive or settings.channels:
-        options.refuse(
-            "a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen"
-        )
     selection, estimation, draws = (
         np.array([getattr(row, name) for row in run.rows if row.failure is None])
         for name in ("selection", "estimation", "draws")
@@ -364,7 +414,9 @@ def export(
 
 
 def check(
-    folder: Annotated[Path, typer.Argument(help="the folder of the bundle")],
+    folder: Annotated[
+        Path, typer.Argument(help="the folder of the bundle, or the name of a packaged network")
+    ],
     exact: Annotated[
         bool, typer.Option(help="use exact integers; for dense ReLU networks")
     ] = False,
@@ -379,10 +431,21 @@ def check(
     Examples:
 
       equipoise check bundle/
+      equipoise check cifar10
     """
-    from equipoise import certificates
+    from tempfile import TemporaryDirectory
 
-    proved = certificates.check(folder, exact=exact)
+    import torch
+
+    from equipoise import certificates, models
+
+    with TemporaryDirectory() as bundle:
+        if str(folder) in models.bundled() and not folder.exists():
+            network = models.load(folder)
+            example = torch.zeros(1, *(network.input_shape or ()))
+            certificates.write(network.model, example, None, bundle)
+            folder = Path(bundle)
+        proved = certificates.check(folder, exact=exact)
     emit_json({"accepted": True, "proved": proved}) if json else tell(
         "ACCEPTED", *(f"  {line}" for line in proved)
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, tell
+from equipoise.cli.consoles import complain, emit_json, tell
 
 
 def report(
@@ -41,6 +41,7 @@ def report(
       equipoise report --audit package.module:factory --input-shape 3,32,32 -o audit.html
     """
     from equipoise.cli.audit import audit_report
+    from equipoise.core.errors import Refused
     from equipoise.report import as_document, collect, write_report
 
     if not runs and not audit:
@@ -48,7 +49,15 @@ def report(
             "name at least one run directory, or a network with --audit: see equipoise report --help"
         )
     shape = options.sizes(input_shape)
-    audits = {name: audit_report(name, weights, shape) for name in audit or []}
-    data = collect(runs or [], title="Certified robustness", audits=audits)
+    audits, notes = {}, []
+    for name in audit or []:
+        try:
+            audits[name] = audit_report(name, weights, shape)
+        except Refused as reason:
+            if not runs:
+                raise
+            notes.append(f"{name} has no Lipschitz bound: {reason}")
+            complain(notes[-1])
+    data = collect(runs or [], title="Certified robustness", audits=audits, notes=notes)
     write_report(data, output, refresh)
     emit_json({**as_document(data), "report": str(output)}) if json else tell(f"wrote {output}")

@@ -78,11 +78,26 @@ def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
 
 
 def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    r, c = np.asarray(radius, dtype=np.float64).ravel(), np.asarray(correct, dtype=bool).ravel()
+    r = np.asarray(radius, dtype=np.float64).ravel()
+    c = np.asarray(correct, dtype=bool).ravel()
     if r.size == 0 or r.shape != c.shape:
         raise InputError(
             f"expected as many radii as verdicts and at least one, got {r.size} and {c.size}"
         )
-    if bool(np.any(np.isnan(r))):
+    if np.any(np.isnan(r)):
         raise InputError("a radius is NaN")
     return r, c
+
+
+def round_levels(end: float) -> tuple[float, ...]:
+    """0 and four round radii up to about `end`; 0 alone where that is 0.
+
+    >>> round_levels(1.3), round_levels(0.45)
+    ((0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.1, 0.2, 0.3, 0.4))
+    """
+    if end <= 0:
+        return (0.0,)
+    wanted = end / 4.5
+    scale = 10.0 ** math.floor(math.log10(wanted))
+    step = max(m * scale for m in (1.0, 2.0, 2.5, 5.0) if m * scale <= wanted * (1 + 1e-9))
+    return tuple(float(f"{k * step:.6g}") for k in range(5))

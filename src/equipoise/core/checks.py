@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 
 #: the least positive number allowed where 0 is not
 POSITIVE = sys.float_info.min
@@ -68,6 +68,15 @@ def require_positive(**arguments: object) -> None:
         require_number(value, name, least=POSITIVE)
 
 
+def require_counts(**arguments: object) -> None:
+    """Refuse what is not a whole number of at least 1, by the name of the argument.
+
+    >>> require_counts(steps=20)
+    """
+    for name, value in arguments.items():
+        require_number(value, name, least=1, whole=True)
+
+
 def require_module(model: Any, name: str = "model") -> nn.Module:
     """The model, if it is a PyTorch module.
 
@@ -79,6 +88,15 @@ def require_module(model: Any, name: str = "model") -> nn.Module:
         hint = "; give an instance, not the class" if isinstance(model, type) else ""
         raise InputError(f"{name} must be a torch.nn.Module, got {describe(model)}{hint}")
     return model
+
+
+def require_eval(model: nn.Module) -> None:
+    """Refuse a model that is in training mode, or a part of which is."""
+    for name, module in model.named_modules():
+        if module.training:
+            raise Refused(
+                f"the model is in training mode ({name or 'the model itself'}): call model.eval() before certifying it"
+            )
 
 
 def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tensor:
@@ -96,13 +114,9 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
             f"{name} must hold floating-point numbers, got {describe(x)}; scale it first, e.g. x.float() / 255"
         )
     if x.numel() == 0 or (dims is not None and x.dim() != dims):
-        wanted = (
-            "a tensor that is not empty"
-            if dims is None
-            else f"a tensor of {dims} dimension(s), not empty"
-        )
-        raise InputError(f"{name} must be {wanted}, got {describe(x)}")
-    if not bool(torch.isfinite(x).all()):
+        shape = "" if dims is None else f" of {dims} dimension(s)"
+        raise InputError(f"{name} must be a tensor{shape}, not empty, got {describe(x)}")
+    if not torch.isfinite(x).all():
         raise InputError(f"{name} holds NaN or infinity")
     return x
 
@@ -134,10 +148,10 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
     if tuple(labels.shape) != (count,):
         raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
     numbers = labels.detach().long()
-    if bool((numbers < 0).any()) or (classes is not None and bool((numbers >= classes).any())):
-        raise InputError(
-            f"labels must lie in 0 … {'' if classes is None else classes - 1}".rstrip()
-        )
+    if (numbers < 0).any():
+        raise InputError("labels must not be negative")
+    if classes is not None and (numbers >= classes).any():
+        raise InputError(f"labels must lie in 0 … {classes - 1}")
     return numbers
 
 

@@ -10,6 +10,7 @@ that a call performs.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -73,8 +74,7 @@ class by_construction:
 
 def constructed(module: nn.Module) -> float | None:
     """The constant that the module's class states by construction; None without one, or where it is not about its calls."""
-    claim = _defining(type(module), "lipschitz_upper")
-    claim = None if claim is None else vars(claim)["lipschitz_upper"]
+    claim = inspect.getattr_static(type(module), "lipschitz_upper", None)
     if not isinstance(claim, by_construction) or not is_unmodified(module, "lipschitz_upper"):
         return None
     constant = claim.constant(module) if callable(claim.constant) else claim.constant
@@ -109,7 +109,8 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
         module: the module.
         method: name of the method.
     """
-    maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
+    maker = _defining(type(module), "forward")
+    claimer = _defining(type(module), method)
     if maker is None or claimer is None or maker is nn.Module or hooked(module):
         return False
     if maker is not claimer and not maker.__module__.startswith("torch.nn."):
@@ -126,15 +127,11 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
     return not any(hasattr(base, name) for name in names if not name.startswith("__"))
 
 
-def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]:
-    """For every distinct parameter (and buffer), by its first name, all places that hold it, every module counted once.
+def tensor_slots(model: nn.Module) -> dict[str, list[str]]:
+    """For every distinct parameter and buffer, by its first name, all places that hold it, every module counted once.
 
     `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
     are listed here and its tying is switched off.
-
-    Args:
-        model: the model.
-        buffers: whether buffers count.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))
@@ -143,10 +140,7 @@ def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]
     first: dict[int, str] = {}
     slots: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        for local, tensor in [
-            *module._parameters.items(),
-            *(module._buffers.items() if buffers else ()),
-        ]:
+        for local, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 full = f"{name}.{local}" if name else local
                 slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
@@ -192,8 +186,6 @@ def fresh_strides(x: Tensor) -> Tensor:
     >>> grey.is_contiguous(), grey.contiguous().stride(), fresh_strides(grey).stride()
     (True, (64, 1, 8, 1), (64, 64, 8, 1))
     """
-    plain = [1]
-    for size in reversed(x.shape[1:]):
-        plain.insert(0, plain[0] * max(size, 1))
-    same = not x.dim() or x.stride() == tuple(plain)
-    return x if same else x.clone(memory_format=torch.contiguous_format)
+    if x.stride() == torch.empty(x.shape, device="meta").stride():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -54,11 +54,9 @@ def float64(value: Any) -> Tensor:
     >>> float(float64(0.7)) == 0.7, float(torch.as_tensor(0.7).double()) == 0.7
     (True, False)
     """
-    return (
-        value.detach().double()
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=torch.float64)
-    )
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def inflate(x: FloatOrTensor) -> FloatOrTensor:
@@ -86,25 +84,17 @@ def working_dtype(dtype: torch.dtype, wanted: torch.dtype | None = None) -> torc
         dtype: of the input.
         wanted: the precision that the caller chose, if any.
     """
-    table = {
-        torch.float16: torch.float32,
-        torch.bfloat16: torch.float32,
-        torch.complex32: torch.complex64,
-    }
     if not (dtype.is_floating_point or dtype.is_complex):
         raise InputError(
             f"expected floating-point weights, got {dtype}; convert them first, e.g. weight.double()"
         )
-    base = table.get(dtype, dtype)
-    if base not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        base = torch.float32  # float8 and friends: every value is exact in float32
+    # float8 and friends: every value is exact in float32
+    base = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
     if wanted is None:
         return base
     if wanted not in (torch.float32, torch.float64):
         raise InputError(f"dtype must be torch.float32 or torch.float64, got {wanted}")
-    if base.is_complex:
-        return torch.complex64 if wanted is torch.float32 else torch.complex128
-    return wanted
+    return wanted.to_complex() if base.is_complex else wanted
 
 
 def require_finite(x: Tensor, what: str = "weight") -> Tensor:
@@ -117,10 +107,10 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
     # one fast pass: a sum with NaN or an infinity in it is not finite
-    if bool(torch.isfinite(x.sum())):
+    if torch.isfinite(x.sum()):
         return x
     bad = ~torch.isfinite(x)
-    if bool(bad.any()):
+    if bad.any():
         where = tuple(int(i) for i in bad.nonzero()[0])
         raise InputError(
             f"the {what} has {int(bad.sum())} non-finite value(s), the first at index {where}"
@@ -201,7 +191,7 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
     result = inflate(norm * slack) + lost
     vanished = norm == 0
-    if x.device.type != "cpu" or bool(vanished.any()):  # exactly zero, or squares that underflowed?
+    if x.device.type != "cpu" or vanished.any():  # exactly zero, or squares that underflowed?
         result = torch.where(vanished & ~(x != 0).any(dims), 0.0, result)
     return result
 

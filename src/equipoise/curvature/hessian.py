@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.core.checks import describe, require_module, require_number, require_one_of
+from equipoise.core.checks import describe, require_counts, require_module, require_one_of
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, fresh_strides, tensor_slots
 
@@ -63,24 +63,27 @@ class LossHessian(LinearOperator):
         self.count = sum(len(x) for x, _ in self.batches)
         self._require_separable()
 
-        chosen = {name: p for name, p in model.named_parameters() if _matches(name, layer)}
-        if not chosen:
-            wanted = (
-                "parameters" if layer is None else f"parameter with a name that matches {layer!r}"
+        patterns = ["*"] if layer is None else [layer, f"{layer}.*"]
+        selected = {
+            name: p
+            for name, p in model.named_parameters()
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+        if not selected:
+            raise InputError(
+                f"this model has no parameter with a name that matches {patterns[0]!r}; see model.named_parameters()"
             )
-            raise InputError(f"this model has no {wanted}; see model.named_parameters()")
-        first = next(iter(chosen.values()))
-        exact = first.dtype in (torch.float32, torch.float64)
-        self.arithmetic = dtype or (first.dtype if exact else torch.float32)
+        first = next(iter(selected.values()))
+        self.arithmetic = dtype or torch.promote_types(first.dtype, torch.float32)
         self.device = first.device
 
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.shapes = {name: p.shape for name, p in chosen.items()}
+        self.shapes = {name: p.shape for name, p in selected.items()}
         self.constants = {
-            name: self._cast(t.detach()) for name, t in everything.items() if name not in chosen
+            name: self._cast(t.detach()) for name, t in everything.items() if name not in selected
         }
         self.slots = tensor_slots(model)
-        self.theta = torch.cat([self._cast(p.detach()).flatten() for p in chosen.values()])
+        self.theta = torch.cat([self._cast(p.detach()).flatten() for p in selected.values()])
         self.size = self.theta.numel()
         super().__init__(np.float64, (self.size, self.size))
 
@@ -119,7 +122,7 @@ class LossHessian(LinearOperator):
             raise Refused(
                 "the derivatives of the loss are not finite numbers at these parameters: nothing can be said of them"
             )
-        return np.asarray(total)
+        return total
 
     def _value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         pieces = theta.split([shape.numel() for shape in self.shapes.values()])
@@ -160,7 +163,7 @@ class LossHessian(LinearOperator):
 def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point():
         return nn.functional.cross_entropy(z, y)
-    if bool((y < 0).any()):
+    if (y < 0).any():
         raise InputError(
             "labels must not be negative: leave out the samples that are to be ignored"
         )
@@ -168,7 +171,8 @@ def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_square(z: Tensor, y: Tensor) -> Tensor:
-    z, y = z.reshape(len(z), -1), y.reshape(len(y), -1)
+    z = z.reshape(len(z), -1)
+    y = y.reshape(len(y), -1)
     if z.shape != y.shape:  # would be broadcast
         raise InputError(
             f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"
@@ -179,12 +183,8 @@ def _mean_square(z: Tensor, y: Tensor) -> Tensor:
 _LOSSES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {"ce": _cross_entropy, "mse": _mean_square}
 
 
-def _matches(name: str, layer: str | None) -> bool:
-    return layer is None or fnmatchcase(name, layer) or fnmatchcase(name, layer + ".*")
-
-
 def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    require_number(batch_size, "batch_size", least=1, whole=True)
+    require_counts(batch_size=batch_size)
     if (
         isinstance(data, tuple)
         and len(data) == 2

@@ -8,7 +8,13 @@ import numpy as np
 from scipy.linalg import norm
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from equipoise.core.checks import POSITIVE, require_number, require_one_of, require_type
+from equipoise.core.checks import (
+    require_counts,
+    require_number,
+    require_one_of,
+    require_positive,
+    require_type,
+)
 from equipoise.core.errors import Refused
 from equipoise.curvature.hessian import LossHessian, Vector
 
@@ -24,10 +30,9 @@ class _Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, without the eigenvector, and what kind of number it is."""
-        fields = {key: value for key, value in vars(self).items() if key != "vector"}
-        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()} | {
-            "kind": self.kind
-        }
+        fields = vars(self) | {"kind": self.kind}
+        fields.pop("vector", None)
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, s
         raise Refused(
             f"no eigenvalue to tolerance {tol:g} within {max_products} Hessian-vector products; raise max_products or tol"
         ) from error
-    return np.asarray(vectors[:, 0])
+    return vectors[:, 0]
 
 
 @dataclass(frozen=True)
@@ -175,18 +180,19 @@ def spectral_density(
 
     Reference: Ubaru, Chen and Saad 2017; Ghorbani et al. 2019.
     """
-    require_number(steps, "steps", least=1, whole=True)
-    require_number(vectors, "vectors", least=1, whole=True)
+    require_counts(steps=steps, vectors=vectors)
     require_type(hessian, LinearOperator, "hessian")
     rng = np.random.default_rng(seed)
-    nodes, weights = [], []
+    nodes = []
+    weights = []
     for _ in range(vectors):
         v = rng.choice((-1.0, 1.0), size=hessian.size)
         T = lanczos(hessian, v / np.linalg.norm(v), min(steps, hessian.size))
         theta, U = np.linalg.eigh(T)
         nodes.append(theta)
         weights.append(U[0] ** 2 / vectors)
-    values, shares = np.concatenate(nodes), np.concatenate(weights)
+    values = np.concatenate(nodes)
+    shares = np.concatenate(weights)
     order = np.argsort(values)
     return SpectralDensity(values[order], shares[order])
 
@@ -257,9 +263,8 @@ def sharpness(
     >>> round(s.value, 4)
     0.25
     """
-    require_number(radius, "radius", least=POSITIVE)
-    require_number(steps, "steps", least=1, whole=True)
-    require_number(restarts, "restarts", least=1, whole=True)
+    require_positive(radius=radius)
+    require_counts(steps=steps, restarts=restarts)
     require_type(hessian, LinearOperator, "hessian")
     rng = np.random.default_rng(seed)
     base = hessian.value()
@@ -280,4 +285,4 @@ def sharpness(
 
 
 def _inside(delta: Vector, radius: float) -> Vector:
-    return np.asarray(delta * min(1.0, radius / max(norm(delta), 1e-300)))
+    return delta * min(1.0, radius / max(norm(delta), 1e-300))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -13,20 +13,24 @@ from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.measure import ChainMethod, whole_bound
-from equipoise.lipschitz.operations import Constant, Copy, Scaled, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Opaque, Scaled, Sum
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.lipschitz.tokens import by_tokens
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
+
+Norm = Literal["l2", "token"]
 
 
 def lipschitz_bound(
     model: nn.Module | ExportedProgram,
     example_input: Any = None,
     *,
+    norm: Norm = "l2",
     ball: float | None = None,
     rtol: float = 1e-3,
     chain: ChainMethod = "auto",
@@ -42,7 +46,10 @@ def lipschitz_bound(
     Args:
         model: any `nn.Module` in evaluation mode, or a program saved by `torch.export`.
         example_input: a float tensor with a batch dimension, or a tuple of them; only its shape and dtype matter.
-        ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
+        norm: of inputs and outputs: `l2`, all tokens together, or `token`, `max over tokens of ℓ2 over features`, for inputs of
+            shape (batch, tokens, features): what attention costs then does not grow with the number of tokens (`tokens.py`).
+        ball: bound only on inputs with `‖x‖ ≤ ball`, in that norm; needed for squeeze-and-excite, gates and attention without a
+            normalisation.
         rtol: relative gap to reach for every operator norm; 0.05 is enough for a first audit, and faster.
         chain: `multipliers` bounds the whole network by one multiplier per neuron (LipSDP, without a solver): any graph that is
             affine up to pointwise activations and max pooling, up to 3,000 neurons; refused by name beyond. `closed` bounds the
@@ -63,6 +70,7 @@ def lipschitz_bound(
         require_positive(ball=ball)
     require_positive(rtol=rtol)
     require_one_of(get_args(ChainMethod), chain=chain)
+    require_one_of(get_args(Norm), norm=norm)
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError(
             "lipschitz_bound needs example_input: the bound depends on the input's shape"
@@ -75,8 +83,11 @@ def lipschitz_bound(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
             )
     cache = Cache(rtol)
-    run = propagate(program, ball, rtol, cache, progress=progress)
-    together = whole_bound(run, cache, chain)
+    tokens = norm == "token"
+    run = propagate(program, ball, rtol, cache, progress=progress, by_row=tokens)
+    if tokens:
+        run = by_tokens(run, cache)
+    together = math.inf if tokens else whole_bound(run, cache, chain)
     totals = {"product": run.product, "fused": run.fused, "chain": together}
     method = min(totals, key=lambda name: totals[name])
     claims = (
@@ -93,7 +104,8 @@ def lipschitz_bound(
         ball,
         (*program.notes, *claims),
         together if math.isfinite(together) else None,
-        pair_constants(run),
+        None if tokens else pair_constants(run),
+        norm,
     )
 
 
@@ -104,6 +116,8 @@ def _silent(step: Step) -> bool:
             return all(gain <= 1 for _, gain in step.gains)
         case Scaled(factor=factor, shift=shift):
             return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1
+        case Opaque(inside=inside):
+            return inside
         case _:
             return isinstance(step.map, Constant)
 

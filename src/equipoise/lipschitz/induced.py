@@ -86,19 +86,28 @@ def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
             step = run.steps[node]
             if isinstance(step.map, op.Opaque) and step.map.inside:
                 raise _unknown(node, step, order)
+            gains = [gain_of(node, step, order, i) for i in range(len(step.gains))]
+            if math.inf in gains:
+                raise _unknown(node, step, order)
             terms = [
-                log_product(log_up(_gain(node, step, order, i)), logs[s.node])
-                for i, (s, _) in enumerate(step.gains)
+                log_product(log_up(gain), logs[s.node])
+                for gain, (s, _) in zip(gains, step.gains, strict=True)
             ]
             apart = step.combine == "root" and order == "linf"
             logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
     return logs
 
 
-def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
-    """The constant of one operation with respect to its input number `which`, in the norm asked for.
+def gain_of(node: fx.Node, step: Step, order: Order, which: int) -> float:
+    """The constant of one operation with respect to one input in ℓ1 or ℓ∞; infinite where there is no rule.
 
     In ℓ1 every copy of an entry counts, in ℓ∞ none does; sorting and maxima contract in both.
+
+    Args:
+        node: the operation.
+        step: the answer of its rule.
+        order: `l1` or `linf`.
+        which: number of the input among the gains of the step.
     """
     signal, gain = step.gains[which]
     absolute = order == "linf"
@@ -112,7 +121,7 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
             return inflate(inflate(float(factor.abs().max())) * copies)
         case op.Largest(windows=windows, sliding=True):
             return 1.0 if absolute else float(windows)
-        case op.Largest():
+        case op.Largest() | op.Choice():
             return copies
         case Pointwise():
             return gain
@@ -120,7 +129,7 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
             return _positive(node, signal.shape, order)
         case op.Weighted(form=form) if form is not None and not getattr(form, "error", 0.0):
             return float(map_norm(form, order).upper)
-    raise _unknown(node, step, order)
+    return math.inf
 
 
 def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:

@@ -7,6 +7,7 @@ gains. Labels are for readers, and nothing is decided by one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -103,6 +104,11 @@ class Sorted:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Every entry is that of one operand at its place, with broadcasting, chosen by a constant mask."""
+
+
+@dataclass(frozen=True)
 class Normalised:
     """Rows of the last dimension divided by their size, `top` times: `√(var + ε)` where `centred`, else the root mean square."""
 
@@ -116,9 +122,20 @@ class Constant:
     """Does not depend on the input: reads nothing of it but the shape."""
 
 
+#: a signal, a factor, and whether the factor multiplies the change of its `row`s in ℓ2 or that of its `peak`s, the entries
+Term = tuple[Any, float, str]
+
+
 @dataclass(frozen=True)
 class Product:
-    """A product of branches, softmax, attention: bounded where its factors are."""
+    """A product of branches, softmax, attention: bounded where its factors are.
+
+    No row (last dimension) of the result changes by more than the sum of the terms in `rows` in ℓ2, and no entry by more than
+    that of those in `peaks`; empty where nothing is known.
+    """
+
+    rows: tuple[Term, ...] = ()
+    peaks: tuple[Term, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,4 +146,4 @@ class Opaque:
 
 
 Affine = Copy | Padded | Join | Weighted | Scaled | Sum | Average | Own
-Map = Affine | Pointwise | Largest | Sorted | Normalised | Constant | Product | Opaque
+Map = Affine | Pointwise | Largest | Sorted | Choice | Normalised | Constant | Product | Opaque

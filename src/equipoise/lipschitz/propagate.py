@@ -76,6 +76,7 @@ def propagate(
     rtol: float = 1e-3,
     cache: Cache | None = None,
     progress: Callable[[int, int], None] | None = None,
+    by_row: bool = False,
 ) -> Propagation:
     """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that.
 
@@ -85,6 +86,7 @@ def propagate(
         rtol: relative gap asked of every operator norm.
         cache: brackets of weights seen before.
         progress: called with (done, total) before every node.
+        by_row: the ball is one of `max over rows of ℓ2`, rows being those of the last dimension.
     """
     cache = Cache(rtol) if cache is None else cache
     facts: NodeFacts = {}
@@ -93,9 +95,9 @@ def propagate(
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
-        facts[node] = Facts(
-            Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0
-        )
+        shape = tuple(value.shape)
+        whole = inflate(size * math.sqrt(math.prod(shape[:-1]))) if by_row else size
+        facts[node] = Facts(Signal(node, shape, value.dtype, whole, size, size, -size), 0.0, 0.0)
 
     regions: Regions = {}
     for region in program.regions:
@@ -164,9 +166,10 @@ def _residual(
         bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
             name = module_path(call.node)
-            return Region(
+            block = Region(
                 x.node, call.node, bound, name, "residual", "residual pattern", whole=False
             )
+            return replace(block, by_row=bound) if isinstance(inner.form, Matrix) else block
     return None
 
 
@@ -267,6 +270,10 @@ def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
         return before.form, before.base
+    if isinstance(before.form, Matrix) and aten_name(call.node) in RESHAPES:
+        # a matrix acts on rows, which stay the same in the same order
+        same_rows = call.shape[-1:] == step.gains[0][0].shape[-1:]
+        return (before.form, before.base) if same_rows else (None, None)
     if isinstance(before.form, Matrix) and aten_name(call.node) == "slice.Tensor":
         if call["dim"] not in (-1, len(call.shape) - 1):
             return None, None

@@ -18,6 +18,7 @@ method and the map:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,7 +40,9 @@ from equipoise.norms.spectral import Cache, bracket
 class Region:
     """Nodes between `source` and `output` whose map has a Lipschitz constant of at most `bound`.
 
-    `whole`: the region is one layer, so the bound counts in the product as well, and is reported as one row.
+    `whole`: the region is one layer, so the bound counts in the product as well, and is reported as one row. `by_row` is a
+    constant in `max over rows of ℓ2`, rows being those of the last dimension; blocks of this package have it from a method
+    `token_upper`.
     """
 
     source: fx.Node
@@ -51,6 +54,7 @@ class Region:
     members: frozenset[fx.Node] = field(default=frozenset(), repr=False)
     whole: bool = True
     declared: bool = False  # by a class that is not part of this package: attacked, not proved
+    by_row: float = math.inf
 
 
 def find_regions(model: nn.Module, program: Any) -> tuple[Region, ...]:
@@ -103,7 +107,11 @@ def _region(
     kind, declared = type(module).__name__, bound.method == _DECLARED
     method, name = bound.method or "own bound", path or kind
     limit, inner = as_upper(bound), frozenset(inside)
-    return Region(source, output, limit, name, kind, method, inner, declared=declared)
+    region = Region(source, output, limit, name, kind, method, inner, declared=declared)
+    token_upper: Any = getattr(module, "token_upper", None)
+    if declared or token_upper is None:
+        return region
+    return replace(region, by_row=as_upper(token_upper(tuple(x.shape[1:]))))
 
 
 #: method of a bound that is declared by a class that is not part of this package

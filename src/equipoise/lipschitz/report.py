@@ -14,6 +14,7 @@ from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
 
+_NORMS = {"l2": "ℓ2", "token": "max over tokens of ℓ2"}
 #: kinds of rows that hold nothing to shrink
 _ADDITIONS = ("sum", "difference")
 
@@ -39,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Upper bounds of the Lipschitz constant of a network in ℓ2, with the layers they are made of.
+    """Upper bounds of the Lipschitz constant of a network, with the layers they are made of.
 
     `upper` is the smallest proved total, `product` the layer-by-layer one; both are infinite where they exceed the floats,
     `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere). `pairs`
@@ -56,6 +57,7 @@ class Report:
     notes: tuple[str, ...] = ()
     log_chain: float | None = None
     pairs: Tensor | None = field(default=None, repr=False, compare=False)
+    norm: str = "l2"
 
     @property
     def upper(self) -> float:
@@ -107,7 +109,7 @@ class Report:
             else f"for inputs of norm at most {format_down(self.ball)}"
         )
         lines = [
-            f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
+            f"Lipschitz constant ({_NORMS[self.norm]}, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
             f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
             + ("" if self.log_chain is None else f"; chain: {show_log(self.log_chain)}"),
         ]
@@ -122,27 +124,21 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
         totals = ("upper", "log_upper", "product", "log_product", "fused", "log_fused")
+        rows = [
+            asdict(row) if self._has_shares else asdict(row) | {"share": None}
+            for row in self.layers
+        ]
         return {
             **{name: _finite(getattr(self, name)) for name in totals},
-            "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
+            "log_chain": self.log_chain, "method": self.method, "norm": self.norm, "kind": "upper", "ball": self.ball,
             "notes": list(self.notes),
-            "layers": [{k: _finite(v) for k, v in asdict(r).items()} for r in self.layers],
+            "fix_first": [row.name for row in self.fix_first()],
+            "layers": [{k: _finite(v) for k, v in row.items()} for row in rows],
         }  # fmt: skip
 
     def to_json(self, indent: int | None = 2) -> str:
         """The report as JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
-
-    def to_html(self, title: str = "Lipschitz audit") -> str:
-        """A self-contained HTML page; every text is escaped."""
-        from jinja2 import Template
-
-        most = max((abs(r.share) for r in self.layers), default=0.0) or 1.0
-        rows = [
-            (row, _cells(row, self._has_shares), abs(row.share) / most * 6) for row in self.layers
-        ]
-        page = Template(_PAGE, autoescape=True)
-        return page.render(title=title, summary=self.summary(), rows=rows, shares=self._has_shares)
 
 
 def _finite(value: Any) -> Any:
@@ -162,30 +158,6 @@ def _cells(row: Row, shares: bool) -> tuple[str, ...]:
         share,
         row.method or row.note,
     )
-
-
-#: the bar of a row is its share relative to the largest, pale where the layer shrinks the bound
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{{ title }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #1b1f24 }
-p { margin: .3em 0 } p.total { font-size: 1.25em; font-weight: 600 } .wide { overflow-x: auto; margin-top: 1.5em }
-table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .25em .6em; white-space: nowrap }
-th { border-bottom: 2px solid #1b1f24 } tbody tr:nth-child(even) { background: #f4f6f8 }
-td { font-variant-numeric: tabular-nums } .number { text-align: right } td:last-child { color: #57606a }
-.bar { display: inline-block; background: #c2410c; height: .7em; margin-right: .6em } .less { background: #9fc3a8 }
-</style></head><body><h1>{{ title }}</h1>
-<p class="total">{{ summary[0] }}</p>{% for line in summary[1:] %}<p>{{ line }}</p>{% endfor %}
-<div class="wide"><table><thead><tr><th>layer</th><th>kind</th><th>shape</th><th>norm in</th><th class="number">constant</th>
-<th class="number">share of the log-bound</th><th>method</th></tr></thead><tbody>
-{% for row, cells, width in rows -%}
-<tr{% if row.note %} title="{{ row.note }}"{% endif %}><td><code>{{ cells[0] }}</code></td><td>{{ cells[1] }}</td>
-<td>{{ cells[2] }}</td><td>{{ cells[3] }}</td><td class="number">{{ cells[4] }}</td><td class="number">
-{%- if shares %}<span class="bar{{ ' less' if row.share < 0 }}" style="width:{{ '%.2f' % width }}em"></span>{% endif -%}
-{{ cells[5] }}</td><td>{{ cells[6] }}</td></tr>
-{% endfor -%}
-</tbody></table></div></body></html>
-"""
 
 
 def pair_constants(run: Propagation) -> Tensor | None:

@@ -34,13 +34,10 @@ def compose(first: Linear, then: Linear) -> Linear | None:
             return _padded(first, then)
         case (Padding(), _) | (_, Padding()):
             return None
-        # scaling before a transposed convolution: rows of its convolution
-        case Diagonal(), Adjoint(conv=Convolution() as conv):
-            scaled = _scaled(conv, first, rows=True)
-            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
-        case Adjoint(conv=Convolution() as conv), Diagonal():
-            scaled = _scaled(conv, then, rows=False)
-            return Adjoint(scaled) if isinstance(scaled, Convolution) else None
+        # `BA = (A*B*)*`: scaling before a transposed convolution scales the rows of its convolution
+        case (Diagonal(), Adjoint()) | (Adjoint(), Diagonal()):
+            turned = compose(then.adjoint(), first.adjoint())
+            return None if turned is None else turned.adjoint()
         case Diagonal(), Diagonal():
             return _scales(first, then)
         case Diagonal(), (Matrix() | Convolution()):
@@ -108,7 +105,8 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
     dim = _shared_dim(a, b)
     if dim is None:
         return None
-    top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
+    top_a = float(a.factor.abs().max())
+    top_b = float(b.factor.abs().max())
     error = _product_error(4 * _U * top_a * top_b, top_a, a.error, top_b, b.error)
     return Diagonal(a.factor * b.factor, dim, error)
 
@@ -116,11 +114,16 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
 def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix | Convolution | None:
     """`diag(f)·A` (rows) or `A·diag(f)` (columns); the rounding of the product and the errors of both factors add up."""
     if isinstance(form, Matrix):
-        weight, groups, dim = form.matrix.double(), 1, -1
+        weight = form.matrix.double()
+        groups = 1
+        dim = -1
     else:
-        weight, groups, dim = form.weight.double(), form.groups, 1
+        weight = form.weight.double()
+        groups = form.groups
+        dim = 1
     side = weight.shape[0] if rows else weight.shape[1] * groups
-    factor, top = scale.factor, float(scale.factor.abs().max())
+    factor = scale.factor
+    top = float(scale.factor.abs().max())
     if factor.numel() > 1 and (scale.dim != dim or factor.numel() != side):
         return None
 
@@ -130,22 +133,21 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
     product = blocks * factor.reshape(-1).expand(side).reshape(*along, *[1] * (weight.dim() - 2))
     scaled = product.reshape(weight.shape)
 
-    if isinstance(form, Matrix):
-        sizes = [float(frobenius(w)) for w in (scaled, weight)]
-        return Matrix(
-            scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
-        )
-    sizes = [spread(w, form) for w in (scaled, weight)]
-    return form.with_weight(
-        scaled, _product_error(8 * _U * sizes[0], top, scale.error, sizes[1], form.error)
+    size, before = (
+        float(frobenius(w)) if isinstance(form, Matrix) else spread(w, form)
+        for w in (scaled, weight)
     )
+    error = _product_error(8 * _U * size, top, scale.error, before, form.error)
+    return Matrix(scaled, error) if isinstance(form, Matrix) else form.with_weight(scaled, error)
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
     if then.matrix.shape[0] * first.matrix.shape[1] > ENTRIES:
         return None
-    A, B = then.matrix.double(), first.matrix.double()
-    a, b = float(frobenius(A)), float(frobenius(B))
+    A = then.matrix.double()
+    B = first.matrix.double()
+    a = float(frobenius(A))
+    b = float(frobenius(B))
     rounding = gamma(B.shape[0] + 4, torch.float64) * a * b
     return Matrix(A @ B, _product_error(rounding, a, then.error, b, first.error))
 
@@ -166,9 +168,11 @@ def _with_pointwise(first: Convolution, then: Convolution) -> Convolution | None
     kept, inner = mix.weight.shape[:2] if after else reversed(mix.weight.shape[:2])
     if conv.groups != 1 or conv.weight.numel() // inner * kept > ENTRIES:
         return None
-    K, A = conv.weight.double(), mix.weight.double().flatten(1)
+    K = conv.weight.double()
+    A = mix.weight.double().flatten(1)
     weight = torch.einsum("om,mi...->oi..." if after else "mi,om...->oi...", A, K).contiguous()
-    a, k = float(frobenius(A)), spread(K, conv)
+    a = float(frobenius(A))
+    k = spread(K, conv)
     rounding = gamma(inner + 4, torch.float64) * a * k
     return conv.with_weight(weight, _product_error(rounding, a, mix.error, k, conv.error))
 
@@ -180,13 +184,9 @@ def _product_error(rounding: float, a: float, error_a: float, b: float, error_b:
 
 def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
     """Padding in any mode before an unpadded convolution is that convolution with this padding mode."""
-    if (
-        conv.padding != "zeros"
-        or any(pair != (0, 0) for pair in conv.amount)
-        or len(pad.amount) != len(conv.amount)
-    ):
-        return None
-    if any(p < 0 for pair in pad.amount for p in pair):
+    plain = conv.padding == "zeros" and not any(map(any, conv.amount))
+    crops = any(p < 0 for pair in pad.amount for p in pair)
+    if not plain or crops or len(pad.amount) != len(conv.amount):
         return None
     axes = tuple(
         replace(axis, left=left, right=right, size=n)
@@ -222,25 +222,23 @@ def _ungrouped(conv: Convolution) -> Tensor:
 
 def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
     """Zero-padded convolutions with one stride add up to one kernel over the union of their taps."""
-    if (
-        a.padding != "zeros"
-        or b.padding != "zeros"
-        or a.stride != b.stride
-        or a.size != b.size
-        or not a.known
-    ):
+    if not a.known or a.stride != b.stride or a.size != b.size:
         return None
-    if any(axis.dilation != 1 and axis.kernel > 1 for conv in (a, b) for axis in conv.axes):
-        return None
+    for conv in (a, b):
+        dilated = any(axis.dilation != 1 and axis.kernel > 1 for axis in conv.axes)
+        if conv.padding != "zeros" or dilated:
+            return None
     if max(a.weight.shape[0], a.geometry.channels) > CHANNELS:
         return None
-    A, B = _ungrouped(a), _ungrouped(b)
+    A = _ungrouped(a)
+    B = _ungrouped(b)
     axes = []
     box_a: list[slice] = [slice(None), slice(None)]
     box_b: list[slice] = [slice(None), slice(None)]
     for x, y in zip(a.axes, b.axes, strict=True):
         left = max(x.left, y.left)
-        start_x, start_y = left - x.left, left - y.left
+        start_x = left - x.left
+        start_y = left - y.left
         taps = max(start_x + x.kernel, start_y + y.kernel)
         assert x.size is not None
         assert x.out is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number, require_one_of
+from equipoise.core.checks import require_counts, require_number, require_one_of
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
@@ -68,9 +68,7 @@ class BetaAbs(Described):
 
     def __init__(self, beta: float = 0.5, dim: int = 1) -> None:
         super().__init__()
-        if not 0 <= beta <= 1:
-            raise InputError(f"beta must lie in [0, 1], got {beta}")
-        self.beta = beta
+        self.beta = require_number(beta, "beta", least=0, most=1)
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,8 +101,8 @@ class GroupSort(Described):
 
     def __init__(self, size: int | None = 2, dim: int = 1) -> None:
         super().__init__()
-        if size is not None and size < 1:
-            raise InputError(f"the group size must be at least 1, got {size}")
+        if size is not None:
+            require_counts(size=size)
         self.size = size
         self.dim = dim
 
@@ -164,7 +162,8 @@ class HouseholderActivation(Described):
         shape = [1] * x.dim()
         shape[self.dim] = self.channels // 2
         half = self.theta.reshape(shape) / 2
-        s, c = half.sin(), -half.cos()
+        s = half.sin()
+        c = -half.cos()
         a, b = x.chunk(2, self.dim)
         t = 2 * (s * a + c * b).clamp(max=0)
         return torch.cat([a - t * s, b - t * c], self.dim)
@@ -226,9 +225,8 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     """
     if type(activation) is Contracted:
         inner = slopes(activation.activation)
-        return (
-            None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
-        )
+        factor = activation.factor
+        return None if inner is None else (inner[0] * factor, inner[1] * factor)
     pointwise = read_activation(activation) if isinstance(activation, nn.Module) else None
     return None if pointwise is None else pointwise.slopes
 

@@ -24,6 +24,10 @@ the layer has constant `‖W_O‖·L_N·‖W‖`. Kim et al. have `√N(4ω + 1)
 
 Reference: Kim, Papamakarios, Mnih 2021, The Lipschitz constant of self-attention (theorem 3.2, there with `XA` as values).
 
+**In `max over tokens of ℓ2`.** Since `Σ_j p_j (r_j − r̄) = 0`, `dm_i = Σ_j p_j dq_j − 2τ Σ_j p_j (r_j − r̄) r_jᵀ(dq_j − dq_i)`.
+Where every dq_j has length at most 1, that is at most `1 + 4τ Σ_j p_j‖r_j − r̄‖‖r_j‖ ≤ 1 + 4τ Σ_j p_j‖r_j‖² ≤ 1 + 4ω`, by
+Cauchy–Schwarz and step 1. H heads may look at H different tokens, which costs √H: `‖W_O‖(1 + 4ω)√H‖W‖`.
+
 # Attention from a convex potential
 
 `x − 2Uᵀρ(Ux)` with ‖U‖ ≤ 1 and ρ = ∇φ, φ convex with a Hessian of norm at most 1, acting on all tokens at once: the Jacobian
@@ -45,6 +49,14 @@ Heads are coordinates of their own of q, each with its δ.
     ‖v − UᵀLUv‖² = ‖v‖² − 2⟨u, Lu⟩ + ‖UᵀLu‖² ≤ (1 + t)‖v‖² + (t − 1)E ≤ 2‖v‖².
 
    For any a, ‖UᵀLU‖ ≤ 2t with Σ|a| in t.
+
+**In `max over tokens of ℓ2`**, a token's own block and those of the others are bounded apart.
+
+1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `b + 2‖U‖² ≤ 2b + 1`, b = max(1, 2‖U‖² − 1).
+2. A memory acts on every token alone: b.
+3. Own block `I − UᵀΣ_k a_k H_ik U`: at most 1 for a ≥ 0 and t ≤ 1, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}` is
+   at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times the
+   bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, and `1 + t + √H·t ≤ √H(1 + 2t)`.
 """
 
 import functools
@@ -172,6 +184,13 @@ class L2Attention(Described):
             "L2 attention",
         )
 
+    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`‖W_O‖·(1 + 4ω)·√heads·‖W‖/scale`, in `max over tokens of ℓ2`."""
+        tokens = input_shape[0]
+        grown = (1 + 4 * _product_root(tokens - 1, 1.0)) * math.sqrt(self.heads) * (1 + 1e-12)
+        value = self.lipschitz_upper(input_shape).value * inflate(grown / attention_gain(tokens))
+        return Bound(inflate(value), Kind.UPPER, "L2 attention")
+
 
 def _projection(
     width: int,
@@ -274,3 +293,12 @@ class ConvexAttention(CPL):
         # √½ in the dtype of the weights is off by a unit roundoff
         value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
         return Bound(inflate(value), Kind.UPPER, "causal convex attention")
+
+    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The bound of the module's text in `max over tokens of ℓ2`."""
+        value = self.lipschitz_upper(input_shape).value
+        if self.window:
+            value *= inflate(math.sqrt(2 * self.heads))
+        elif not self.memory:
+            value = 2 * value + 1
+        return Bound(inflate(value), Kind.UPPER, "convex attention")

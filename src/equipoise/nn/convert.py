@@ -156,9 +156,7 @@ class _Walk:
         if type(module) in self.layers:
             return self.weighted(module, path)
         if type(module) in _BATCH_NORMS and getattr(module, "track_running_stats", False):
-            why = (
-                "the scale is dropped; run a few batches in training mode to re-estimate the means"
-            )
+            why = "the scale is dropped; run batches in training mode to re-estimate the means"
             return _centering(module), "replaced", why
         if type(module) is nn.MaxPool2d and overlap(module) > 1:
             pool = _disjoint(module)
@@ -210,15 +208,12 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 def _has_parts(module: nn.Module) -> bool:
     """Whether a module is to be looked into: it has children, and neither fuses them nor computes their weights."""
     closed = isinstance(module, (Computed, Parametrized, *_WHOLE))
-    return (
-        not closed
-        and not parametrize.is_parametrized(module)
-        and next(module.children(), None) is not None
-    )
+    return bool(module._modules) and not closed and not parametrize.is_parametrized(module)
 
 
 def _centering(norm: Any) -> BatchCentering:
-    mean, var = norm.running_mean, norm.running_var
+    mean = norm.running_mean
+    var = norm.running_var
     momentum = norm.momentum if norm.momentum else 0.1
     layer = BatchCentering(norm.num_features, momentum, device=mean.device, dtype=mean.dtype)
     layer.running_mean.copy_(mean)

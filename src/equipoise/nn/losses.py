@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from equipoise.core.accuracy import certified_at
-from equipoise.core.checks import require_one_of
+from equipoise.core.checks import require_number, require_one_of, require_positive
 from equipoise.core.errors import InputError
 from equipoise.core.precision import safe_root
 from equipoise.smoothing.margins import margin_radius
@@ -75,11 +75,8 @@ def margin_hinge(
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    return (
-        functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(z.double(), y))
-        .mean()
-        .to(z.dtype)
-    )
+    needed = math.sqrt(2) * lipschitz * epsilon
+    return functional.relu(needed - margin(z.double(), y)).mean().to(z.dtype)
 
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
@@ -177,12 +174,7 @@ def gloro_logits(
     >>> gloro_logits(torch.tensor([[3.0, 0.0]]), 1.0).argmax(1), gloro_logits(torch.tensor([[1.0, 0.0]]), 1.0).argmax(1)
     (tensor([0]), tensor([2]))
     """
-    return _with_bottom(z.double(), epsilon, lipschitz, weight)
-
-
-def _with_bottom(
-    z: Tensor, epsilon: float, lipschitz: Tensor | float, weight: Tensor | None
-) -> Tensor:
+    z = z.double()
     j = z.argmax(1)
     lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
     bottom = lifted.masked_fill(one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
@@ -211,8 +203,8 @@ def gloro(
     >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
     True
     """
-    wide = _checked(z, y)
-    return functional.cross_entropy(_with_bottom(wide, epsilon, lipschitz, weight), y).to(z.dtype)
+    lifted = gloro_logits(_checked(z, y), epsilon, lipschitz, weight)
+    return functional.cross_entropy(lifted, y).to(z.dtype)
 
 
 def emma(
@@ -283,9 +275,8 @@ def logit_annealing(
     >>> bool(logit_annealing(z, y) < 1e-3 * logit_annealing(-z, y))
     True
     """
-    _positive(temperature, "temperature")
-    if not gamma >= 0:
-        raise InputError(f"gamma must not be negative, got {gamma}")
+    require_positive(temperature=temperature)
+    require_number(gamma, "gamma", least=0)
     wide = _checked(z, y)
     lifted = (
         wide
@@ -298,7 +289,7 @@ def logit_annealing(
 
 def _cooled(lifted: Tensor, y: Tensor, temperature: float) -> Tensor:
     """`t·CE(z/t, y)`."""
-    _positive(temperature, "temperature")
+    require_positive(temperature=temperature)
     return temperature * functional.cross_entropy(lifted / temperature, y)
 
 
@@ -319,8 +310,10 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     Reference: Arjovsky, Chintala & Bottou (2017); Serrurier et al. (2021).
     """
     if _one_score(z):
-        signs, score = _signs(z, y), z.double().flatten()
-        up, down = signs > 0, signs < 0
+        signs = _signs(z, y)
+        score = z.double().flatten()
+        up = signs > 0
+        down = signs < 0
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
     else:
@@ -342,7 +335,7 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     >>> float(hinge(torch.tensor([0.25, -2.0]), torch.tensor([1, 0])))
     0.125
     """
-    _positive(margin)
+    require_positive(margin=margin)
     if _one_score(z):
         parts = functional.relu(margin / 2 - _signs(z, y) * z.double().flatten())
     else:
@@ -372,8 +365,7 @@ def hkr(
     >>> round(float(hkr(z, y, alpha=0.5)), 4), round(float(hkr(-z, y, alpha=0.5)), 4)
     (-2.0, 3.25)
     """
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha must lie in [0, 1], got {alpha}")
+    require_number(alpha, "alpha", least=0, most=1)
     return alpha * hinge(z, y, margin, reduction) - (1 - alpha) * kr(z, y, reduction)
 
 
@@ -418,11 +410,6 @@ def one_hot(z: Tensor, y: Tensor) -> Tensor:
 def _own(z: Tensor, y: Tensor) -> Tensor:
     """`z_y` of every row."""
     return z.gather(1, y[:, None])[:, 0]
-
-
-def _positive(value: float, name: str = "margin") -> None:
-    if not value > 0:
-        raise InputError(f"{name} must be positive, got {value}")
 
 
 def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
@@ -484,11 +471,7 @@ class CertifiedAccuracy:
         """The fractions."""
         if not self.samples:
             raise InputError("no sample was counted yet")
-        shares = {
-            float(r): n / self.samples for r, n in zip(self.radii, self.certified, strict=True)
-        }
-        return {
-            "accuracy": self.correct / self.samples,
-            "certified": shares,
-            "samples": self.samples,
-        }
+        counts = zip(self.radii, self.certified, strict=True)
+        shares = {float(radius): count / self.samples for radius, count in counts}
+        accuracy = self.correct / self.samples
+        return {"accuracy": accuracy, "certified": shares, "samples": self.samples}

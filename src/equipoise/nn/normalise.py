@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_number
+from equipoise.core.checks import POSITIVE, require_counts, require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate, unit_roundoff
@@ -50,15 +50,12 @@ class BatchCentering(Described):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_number(num_features, "num_features", least=1, whole=True)
-        if not 0 < momentum <= 1:
-            raise InputError(f"momentum must lie in (0, 1], got {momentum}")
-        self.num_features, self.momentum = num_features, momentum
-        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
-        shift = (
-            nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
-        )
-        self.register_parameter("bias", shift)
+        require_counts(num_features=num_features)
+        self.num_features = num_features
+        self.momentum = require_number(momentum, "momentum", least=POSITIVE, most=1)
+        zeros = torch.zeros(num_features, device=device, dtype=dtype)
+        self.register_buffer("running_mean", zeros)
+        self.register_parameter("bias", nn.Parameter(zeros.clone()) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """The centred batch."""
@@ -108,11 +105,9 @@ class LayerCentering(nn.Module):
                 f"expected (batch, {self.num_features}, pixels…), got {tuple(x.shape)}"
             )
         centred = x - x.mean(list(range(2, x.dim())), keepdim=True)
-        return (
-            centred
-            if self.bias is None
-            else centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
-        )
+        if self.bias is None:
+            return centred
+        return centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
 class UnitRows(Parametrization):
@@ -137,9 +132,8 @@ class UnitRows(Parametrization):
         w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)
         squares = w.square().sum(1, keepdim=True)
         margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
-        return (
-            w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt() * (1 - margin)
-        ).to(raw.dtype)
+        length = torch.where(squares == 0, torch.ones_like(squares), squares).sqrt()
+        return (w / length * (1 - margin)).to(raw.dtype)
 
 
 class LastLayerNormalised(Parametrized, nn.Linear):

@@ -24,18 +24,12 @@ from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.geometry import Geometry
-from equipoise.maps.reading import geometry_of
+from equipoise.maps.reading import CONVOLUTIONS, geometry_of
 
 Tensors = tuple[Tensor, ...]
 
 #: the plain layers that a parametrization may be registered on
-PLAIN: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose2d,
-)
+PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS, nn.ConvTranspose2d)
 #: for how many image sizes an evaluated module keeps its effective tensors
 _CACHED_SIZES = 4
 
@@ -183,14 +177,9 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             values = _compute_with(ctx.module, tensors, ctx.args)
         present = [i for i, value in enumerate(values) if value.requires_grad]
-        return (
-            None,
-            None,
-            None,
-            *differentiated(
-                [values[i] for i in present], [gradients[i] for i in present], *tensors, again=again
-            ),
-        )
+        outputs = [values[i] for i in present]
+        outer = [gradients[i] for i in present]
+        return None, None, None, *differentiated(outputs, outer, *tensors, again=again)
 
 
 def differentiated(
@@ -236,8 +225,7 @@ def _compute_with(module: Computed, tensors: Tensors, args: tuple[Any, ...]) -> 
     args = _with_tensors(args, rest)
     names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
     state = {f"owner.{name}": tensor for name, tensor in zip(names, rest, strict=True)}
-    values: Tensors = torch.func.functional_call(_Computing(module), state, args, tie_weights=False)
-    return values
+    return torch.func.functional_call(_Computing(module), state, args, tie_weights=False)
 
 
 def _same_storage(sources: Tensors, traced: Tensors) -> bool:
@@ -366,29 +354,23 @@ class ComputedLayer(Computed):
         if self.sized and input_size is not None:
             key = self.key((input_size, input_size) if isinstance(input_size, int) else input_size)
         elif self.sized:
-            key = self._only_key()
+            if len(self._cache) != 1:
+                raise Refused(
+                    f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
+                    f"{len(self._cache)} sizes; call export(input_size=(h, w)), or evaluate it at one size first"
+                )
+            (key,) = self._cache
         with torch.no_grad():
             tensors = self.effective(*key)
         new = copy.deepcopy(self)
-        for name in [
-            name
-            for name, _ in new.named_parameters(recurse=False)
-            if name != "bias" or not self.reads_bias
-        ]:
-            new.register_parameter(name, None)
+        for name in list(new._parameters):
+            if name != "bias" or not self.reads_bias:
+                new.register_parameter(name, None)
         new.stored = key, tuple(t.is_complex() for t in tensors)
         for i, tensor in enumerate(tensors):
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             new.register_parameter(f"effective_{i}", nn.Parameter(real.detach().clone()))
         return new
-
-    def _only_key(self) -> tuple[Any, ...]:
-        if len(self._cache) == 1:
-            return next(iter(self._cache))
-        raise Refused(
-            f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
-            f"{len(self._cache)} sizes; call export(input_size=(h, w)), or evaluate it at one size first"
-        )
 
     def extra_repr(self) -> str:
         """The arguments."""
@@ -598,7 +580,7 @@ class Parametrized(nn.Module):
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
-        if proved_constant(self) != 1 or not bool(torch.isfinite(cast(Any, self).weight).all()):
+        if proved_constant(self) != 1 or not torch.isfinite(cast(Any, self).weight).all():
             raise Refused(
                 f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound"
             )
@@ -661,9 +643,8 @@ def check_plain(layer: Any, plain: nn.Module) -> None:
 def _option_names(function: Any) -> dict[str, inspect.Parameter]:
     """The keyword arguments of a constructor that are options: neither the layer's geometry nor where its tensors live."""
     fixed = ("self", "geometry", "plain", "device", "dtype", "factory")
-    return {
-        name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed
-    }
+    parameters = inspect.signature(function).parameters
+    return {name: p for name, p in parameters.items() if name not in fixed}
 
 
 def _joined_signature(plain: Any, function: Any) -> inspect.Signature:
@@ -682,8 +663,5 @@ def _split_options(
     for name in options:
         if name not in names:
             raise TypeError(f"{kind.__name__} has no argument {name!r}{did_you_mean(name, names)}")
-    own = _option_names(function)
-    return (
-        {name: value for name, value in options.items() if name not in own},
-        {name: value for name, value in options.items() if name in own},
-    )
+    own = {name: options.pop(name) for name in _option_names(function) if name in options}
+    return options, own

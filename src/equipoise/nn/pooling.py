@@ -1,19 +1,31 @@
 """Down- and upsampling of norm at most 1: pooling without overlap, rearrangements of pixels, channels of zeros."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
-from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
+from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described
 
 Sizes = int | tuple[int, int]
+
+
+def whole_root(n: int, rounded: Callable[[float], float]) -> float:
+    """`√n`, exact where it is a whole number, else rounded.
+
+    Args:
+        n: a whole number.
+        rounded: `inflate` or `deflate`.
+    """
+    root = math.isqrt(n)
+    return float(root) if root * root == n else rounded(math.sqrt(n))
 
 
 class _Windows(Described):
@@ -23,9 +35,8 @@ class _Windows(Described):
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
-        require_type(kernel_size, (int, tuple, list), "kernel_size")
-        self.kernel_size = _pair(kernel_size)
-        self.stride = _pair(kernel_size if stride is None else stride)
+        self.kernel_size = integers(kernel_size, 2, "kernel_size")
+        self.stride = self.kernel_size if stride is None else integers(stride, 2, "stride")
         count = self._reached()
         if count != 1:
             raise Refused(
@@ -35,15 +46,12 @@ class _Windows(Described):
 
     def _reached(self) -> int:
         """How many windows a pixel reaches."""
-        return math.prod(
-            -(-k // max(s, 1))
-            for k, s in zip(_pair(self.kernel_size), _pair(self.stride), strict=True)
-        )
+        pairs = zip(_pair(self.kernel_size), _pair(self.stride), strict=True)
+        return math.prod(-(-k // max(s, 1)) for k, s in pairs)
 
     def _constant(self) -> float:
         """`√` of the number of windows that a pixel reaches."""
-        count = self._reached()
-        return 1.0 if count == 1 else inflate(math.sqrt(count))
+        return whole_root(self._reached(), inflate)
 
 
 class MaxPool2d(_Windows):
@@ -95,7 +103,7 @@ class ScaledAvgPool2d(_Windows):
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
         pooled = functional.avg_pool2d(x, self.kernel_size, self.stride)
-        return pooled * _root(math.prod(_pair(self.kernel_size)))
+        return pooled * whole_root(math.prod(_pair(self.kernel_size)), deflate)
 
 
 class L2NormPool2d(_Windows):
@@ -128,12 +136,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
-        return x.mean((2, 3)) * _root(x.shape[2] * x.shape[3])
-
-
-def _root(n: int) -> float:
-    whole = math.isqrt(n)
-    return float(whole) if whole * whole == n else deflate(math.sqrt(n))
+        return x.mean((2, 3)) * whole_root(x.shape[2] * x.shape[3], deflate)
 
 
 class SpaceToDepth(nn.PixelUnshuffle):

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.checks import require_number, require_one_of
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
@@ -58,10 +58,7 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
 
 def check_steps(t: int) -> None:
     """t ≥ 1: at t = 0 there is no symmetric matrix to sum over."""
-    if not isinstance(t, int) or not 1 <= t <= 12:
-        raise InputError(
-            f"spectral rescaling needs a whole number of steps t from 1 to 12, got {t}"
-        )
+    require_number(t, "the number of steps t of spectral rescaling", least=1, most=12, whole=True)
 
 
 def _in_closed_form(K: Tensor, t: int) -> bool:
@@ -117,7 +114,7 @@ class _Rescaled(torch.autograd.Function):
         table = powers(K, t)
         weighted, majorant = _majorant(K, t, table.T, log_q)
         R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
-        if not bool((weighted > 0).all()):
+        if not (weighted > 0).all():
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
         factor = (R * _factor(K)).to(K.dtype).reshape(_across(K))
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
@@ -136,17 +133,20 @@ class _Rescaled(torch.autograd.Function):
             values, outer = zip(*[pair for pair in pairs if pair[1] is not None], strict=True)
             return *differentiated(values, outer, K, log_q), None
 
-        own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
+        own = None
+        total = torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:
             own = g * factor
             total = total + (g * K).sum([d for d in range(K.dim()) if d not in (0, 2)]) * _factor(K)
         c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
-        q, inside = None, None
+        q = None
+        inside = None
         if log_q is None:
             g_T = c[..., :, None].expand_as(ctx.table.T)
         else:
             wide = log_q.to(R)
-            q, inside = wide.clamp(-_LOG_Q, _LOG_Q).exp(), wide.abs() <= _LOG_Q
+            q = wide.clamp(-_LOG_Q, _LOG_Q).exp()
+            inside = wide.abs() <= _LOG_Q
             g_T = (c / q)[..., :, None] * q[..., None, :]
         g_K = ctx.table.gradient(g_T).reshape(K.shape)
         g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
@@ -187,7 +187,8 @@ def _factor(like: Tensor) -> float:
 
 def _shrunk(like: Tensor) -> float:
     """1 minus what rounding to the dtype adds to the norm."""
-    taps, u = math.prod(like.shape[3:]), unit_roundoff(like.dtype)
+    taps = math.prod(like.shape[3:])
+    u = unit_roundoff(like.dtype)
     return (
         1
         - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2]))
@@ -250,11 +251,10 @@ class SN(Parametrization):
         self, geometry: Geometry, iterations: int = 8, grid: int = 16, **factory: Any
     ) -> None:
         super().__init__(geometry, **factory)
-        if not isinstance(iterations, int) or not 1 <= iterations <= 30:
-            raise InputError(f"iterations must be a whole number from 1 to 30, got {iterations}")
-        if not isinstance(grid, int) or grid < 4:
-            raise InputError(f"grid must be a whole number of at least 4, got {grid}")
-        self.iterations, self.grid = iterations, grid
+        require_number(iterations, "iterations", least=1, most=30, whole=True)
+        require_number(grid, "grid", least=4, whole=True)
+        self.iterations = iterations
+        self.grid = grid
         self.lattices = _lattices(geometry)
 
     def construct(self, raw: Tensor) -> Tensor:
@@ -309,9 +309,9 @@ class SR(Parametrization):
     ) -> None:
         super().__init__(geometry, **factory)
         check_steps(t)
-        if side not in get_args(Side):
-            raise InputError(f"side must be one of {', '.join(get_args(Side))}, got {side!r}")
-        self.t, self.lattices = t, _lattices(geometry)
+        require_one_of(get_args(Side), side=side)
+        self.t = t
+        self.lattices = _lattices(geometry)
         ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
         out = geometry.shape[0] // geometry.groups
         self.transposed = side == "output" or (side == "smaller" and out < ins)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import Refused
 from equipoise.core.precision import inflate
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
@@ -172,18 +173,9 @@ class Residual(ComputedLayer):
                 weight.shape[1], weight.shape[0], bias=False, device="meta"
             )
         else:
-            pads, taps = tuple(axis.left for axis in kernel.axes), tuple(weight.shape[2:])
-            options: Any = (
-                taps,
-                1,
-                pads,
-                kernel.dilation,
-                kernel.groups,
-                False,
-                kernel.padding,
-                "meta",
-            )
-            plain = nn.Conv2d(kernel.channels, weight.shape[0], *options)
+            sizes: Any = (weight.shape[2:], 1, [axis.left for axis in kernel.axes])
+            rest: Any = (kernel.dilation, kernel.groups, False, kernel.padding, "meta")
+            plain = nn.Conv2d(kernel.channels, weight.shape[0], *sizes, *rest)
         plain.weight = nn.Parameter(weight.detach())
         return plain
 
@@ -276,8 +268,7 @@ class SLL(Residual):
             learn_q: whether q is a parameter.
         """
         super().build(plain, activation=activation)
-        if rescaling not in ("aol", "sr"):
-            raise InputError(f"rescaling must be aol or sr, got {rescaling!r}")
+        require_one_of(("aol", "sr"), rescaling=rescaling)
         check_steps(t)
         self.rescaling = rescaling
         self.t = t if rescaling == "sr" else 1

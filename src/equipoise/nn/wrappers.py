@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_module, require_number
+from equipoise.core.checks import require_module, require_number, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction, constructed, hooked
 from equipoise.core.precision import deflate, inflate
-from equipoise.nn.activations import Described, slopes
+from equipoise.maps.geometry import integers
+from equipoise.nn.activations import Described, steepness
 from equipoise.nn.parametrize import PLAIN, proved_constant, sole_parametrization
+from equipoise.nn.pooling import whole_root
 
 _ISOMETRIES = (
     nn.Identity,
@@ -78,8 +80,7 @@ def _plain(module: nn.Module) -> float | None:
     if kind in _ADAPTIVE:
         size = module.output_size
         return 1.0 if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else None
-    interval = slopes(module)
-    return None if interval is None else max(map(abs, interval))
+    return steepness(module)
 
 
 def overlap(pool: Any) -> float:
@@ -90,16 +91,10 @@ def overlap(pool: Any) -> float:
     """
     dims = next(d for d, kind in enumerate(_MAX, 1) if isinstance(pool, kind))
     k, s, d = (
-        (v,) * dims if isinstance(v, int) else tuple(v)
-        for v in (
-            pool.kernel_size,
-            pool.stride if pool.stride is not None else pool.kernel_size,
-            pool.dilation,
-        )
+        integers(getattr(pool, name), dims, name) for name in ("kernel_size", "stride", "dilation")
     )
     windows = math.prod(-(-a * math.gcd(b, c) // b) for a, b, c in zip(k, s, d, strict=True))
-    whole = math.isqrt(windows)
-    return float(whole) if whole * whole == windows else inflate(math.sqrt(windows))
+    return whole_root(windows, inflate)
 
 
 class Lipschitz(Described):
@@ -127,9 +122,7 @@ class Lipschitz(Described):
 
     def __init__(self, constant: float, module: nn.Module) -> None:
         super().__init__()
-        require_number(constant, "constant")
-        if constant <= 0:
-            raise InputError(f"the constant must be a positive number, got {constant}")
+        require_positive(constant=constant)
         bound = known_constant(module)
         if bound is None:
             raise Refused(
@@ -173,10 +166,8 @@ class ConvexResidual(Described):
 
     def __init__(self, module: nn.Module, alpha: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= alpha <= 1:
-            raise InputError(f"alpha must lie in [0, 1] for a convex combination, got {alpha}")
         self.module = module
-        self.alpha = float(alpha)
+        self.alpha = float(require_number(alpha, "alpha", least=0, most=1))
 
     def _constant(self) -> float | None:
         """`|α| + |1 − α|·Lip(f)`, 1 for a convex combination with a 1-Lipschitz f; None if Lip(f) is not known."""
@@ -253,11 +244,14 @@ def ending(model: nn.Module) -> Ending | None:
         *before, last = model
         final = ending(last)
         trunk = known_constant(nn.Sequential(*before))
-        if final is None or final.trunk is None or trunk is None:
-            return None if final is None else Ending(final.weight, None)
+        if final is None:
+            return None
+        if final.trunk is None or trunk is None:
+            return Ending(final.weight, None)
         return Ending(final.weight, inflate(final.trunk * trunk) if trunk != 1 else final.trunk)
     if type(model) is Lipschitz:
-        inner, scale = ending(model.module), model.scale
+        inner = ending(model.module)
+        scale = model.scale
         return None if inner is None else Ending(lambda: inner.weight() * scale, inner.trunk)
     plain = type(model) is nn.Linear or sole_parametrization(model) is not None
     if isinstance(model, nn.Linear) and plain and type(model).forward is nn.Linear.forward:

@@ -65,7 +65,7 @@ class OnnxNetwork(nn.Module):
         self._dynamic = _data_dependent(graph)
         self._buffer_names = {name: f"constant_{i}" for i, name in enumerate(graph.constants)}
         for name, value in graph.constants.items():
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if value.is_floating_point() and not torch.isfinite(value).all():
                 raise InputError(f"constant {name!r} of the ONNX file holds NaN or infinity")
             self.register_buffer(self._buffer_names[name], value)
         # by shapes of the inputs: folded values as tensors, and all values that are known beforehand as arrays
@@ -135,7 +135,8 @@ class OnnxNetwork(nn.Module):
         self._folded[_shapes(inputs)] = folded, arrays
         self._require_declared(values)
 
-        source, self._source = self._source, None
+        source = self._source
+        self._source = None
         as_stored = [x.dtype for x in inputs] == list(self.graph.dtypes.values())
         if source is not None and as_stored and entries <= LARGEST_COMPARED:
             require_same_results(self, source, self._named(inputs))

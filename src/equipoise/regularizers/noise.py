@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import POSITIVE, describe, require_labels, require_number
+from equipoise.core.checks import (
+    describe,
+    require_counts,
+    require_labels,
+    require_number,
+    require_positive,
+)
 from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import safe_root
@@ -55,7 +61,7 @@ def noisy_copies(
     >>> noisy_copies(torch.zeros(2, 3), 0.5, copies=4).shape
     torch.Size([8, 3])
     """
-    require_number(copies, "copies", least=1, whole=True)
+    require_counts(copies=copies)
     return add_noise(_batch(x).repeat(copies, *(1,) * (x.dim() - 1)), sigma, generator)
 
 
@@ -183,12 +189,10 @@ def expected_radius(scores: Tensor, y: Tensor, sigma: float, lipschitz: float) -
     >>> round(float(expected_radius(torch.tensor([[0.9, 0.1]]), torch.tensor([0]), 0.5, 1.0)), 4)
     0.7431
     """
-    require_number(sigma, "sigma", least=POSITIVE)
-    require_number(lipschitz, "lipschitz", least=POSITIVE)
+    require_positive(sigma=sigma, lipschitz=lipschitz)
     t = _Quantile.apply(scores.clamp(EDGE, 1 - EDGE), 1 / (lipschitz * sigma))
     others = t.masked_fill(functional.one_hot(y, t.shape[1]).bool(), -math.inf)
-    radius: Tensor = 0.5 * sigma * (t.gather(1, y[:, None])[:, 0] - others.amax(1))
-    return radius
+    return 0.5 * sigma * (t.gather(1, y[:, None])[:, 0] - others.amax(1))
 
 
 def input_gradient_penalty(
@@ -256,11 +260,8 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     >>> int(model.num_batches_tracked)
     0
     """
-    tracked: list[Any] = [
-        m
-        for m in model.modules()
-        if m.training and getattr(m, "track_running_stats", False) is True
-    ]
+    parts: Iterator[Any] = model.modules()
+    tracked = [m for m in parts if m.training and getattr(m, "track_running_stats", False) is True]
     for module in tracked:
         module.track_running_stats = False
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core.checks import require_number, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.norms.induced import induced_norm
 from equipoise.norms.spectral import spectral_norm
@@ -28,17 +28,13 @@ class _WeightPenalty:
     def __init__(
         self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0
     ) -> None:
-        self.layers, self.weight = (
-            select_layers(model, only, names),
-            require_number(weight, "weight", least=0),
-        )
+        self.layers = select_layers(model, only, names)
+        self.weight = require_number(weight, "weight", least=0)
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss."""
-        return (
-            self.weight
-            * torch.stack([self._term(name, module) for name, module in self.layers.items()]).sum()
-        )
+        terms = [self._term(name, module) for name, module in self.layers.items()]
+        return self.weight * torch.stack(terms).sum()
 
     def _term(self, name: str, module: nn.Module) -> Tensor:
         raise NotImplementedError
@@ -112,14 +108,11 @@ def project_(
     radius: float = 1.0,
     only: Types = LINEAR_MAPS,
     names: Names = None,
-    *,
-    input_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Bound]:
     """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimizer step (λ = `radius`); returns the norms it leaves.
 
     Guarantee: every bound returned is at most λ, for the weights as stored after rounding. It is the radial projection, not
-    the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for
-    every size. Reference: Gouk et al. 2021, algorithm 1.
+    the nearest matrix. The bounds of convolutions hold for every input size. Reference: Gouk et al. 2021, algorithm 1.
 
     Args:
         model: the network.
@@ -127,7 +120,6 @@ def project_(
         radius: λ.
         only: module types.
         names: glob or compiled pattern over module names, or several.
-        input_sizes: spatial input size by layer name, for p = 2.
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> _ = net.weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0])))
@@ -135,22 +127,17 @@ def project_(
     >>> float(bounds[""]) <= 1.5, round(net.weight[1, 1].item(), 3)
     (True, 0.5)
     """
-    require_number(radius, "radius", least=POSITIVE)
-    sizes = input_sizes or {}
+    require_positive(radius=radius)
     layers = select_layers(model, only, names)
     # refuse before touching any
     weights = {name: plain_weight(name, module) for name, module in layers.items()}
-    return {
-        name: _shrink(module, weights[name], p, radius, sizes.get(name))
-        for name, module in layers.items()
-    }
+    return {name: _shrink(module, weights[name], p, radius) for name, module in layers.items()}
 
 
 @torch.no_grad()
-def _shrink(
-    module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None
-) -> Bound:
-    bound, margin = operator_norm(module, p, size), 0.0
+def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float) -> Bound:
+    bound = operator_norm(module, p)
+    margin = 0.0
     for _ in range(60):
         if float(bound) <= radius:
             return bound
@@ -159,7 +146,7 @@ def _shrink(
         W.mul_(radius / float(bound) * (1 - margin))
         # rounding of the scaled weights may leave it just above
         margin = max(2 * margin, 2.0 * torch.finfo(W.dtype).eps)
-        bound = operator_norm(module, p, size)
+        bound = operator_norm(module, p)
     raise Refused(
         f"could not bring the norm of the layer below {radius}: its bound stays at {float(bound)}"
     )
@@ -182,7 +169,7 @@ def clip_weights_(
     >>> net.weight.abs().max().item() <= 0.01
     True
     """
-    require_number(limit, "limit", least=POSITIVE)
+    require_positive(limit=limit)
     for name, module in select_layers(model, only, names).items():
         W = plain_weight(name, module)
         W.copy_(W.clamp(-limit, limit))

@@ -12,20 +12,11 @@ from torch import Tensor, nn
 from equipoise.core.checks import require_module
 from equipoise.core.errors import InputError
 from equipoise.core.modules import evaluating
+from equipoise.maps.reading import LINEAR_MAPS as LINEAR_MAPS
+from equipoise.maps.reading import TRANSPOSED
 
 Names = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...] | None
 Types = type[nn.Module] | tuple[type[nn.Module], ...]
-
-#: layers that are linear maps and have a `weight`
-LINEAR_MAPS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 def name_matches(name: str, names: Names) -> bool:
@@ -48,7 +39,7 @@ def name_matches(name: str, names: Names) -> bool:
 def select_layers(
     model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None
 ) -> dict[str, nn.Module]:
-    """The layers of `model` by name, in module order; a shared layer stands once; refused where nothing matches.
+    """The layers of `model` by name, in module order; a shared layer is listed once; refused where nothing matches.
 
     Args:
         model: the network.
@@ -116,7 +107,7 @@ def as_matrix(name: str, module: nn.Module) -> Tensor:
         raise InputError(
             f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names="
         )
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+    if isinstance(module, TRANSPOSED):
         weight = weight.transpose(0, 1)
     return weight.flatten(1)
 
@@ -170,11 +161,7 @@ def spatial_sizes(
     if not kernels or (example is None and input_size is None):
         return dict.fromkeys(kernels)
     if example is None:
-        first: Any = next(
-            m
-            for m in model.modules()
-            if isinstance(m, LINEAR_MAPS) and not isinstance(m, nn.Linear)
-        )
+        first: Any = next(m for m in model.modules() if isinstance(m, LINEAR_MAPS[1:]))
         weight = weight_of(first)
         dims = weight.dim() - 2
         size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size or ())

@@ -47,7 +47,7 @@ class SpectralPenalty:
     Which number stands for σ_l, `bound=`:
 
     - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
-      is a **lower** bound that is tight once settled, its gradient is that of σ₁, and it costs a few hundredths of a step.
+      is a **lower** bound that is tight once converged, its gradient is that of σ₁, and it costs a few hundredths of a step.
     - `"gram"`: `gram_norm` and `conv_norm`, an upper bound in exact arithmetic, at the cost of Gram products. Its rounding is
       not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**.
     - `"proved"`: a **proved** upper bound of every layer at every call, with the gradient of the tracked σ₁. The proof is carried
@@ -100,8 +100,10 @@ class SpectralPenalty:
         self.weight = require_number(weight, "weight", least=0)
         self.target = require_number(target, "target", least=0)
         self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)
-        self.kind, self.bound = kind, bound
-        self.iterations, self.grid = iterations, grid
+        self.kind = kind
+        self.bound = bound
+        self.iterations = iterations
+        self.grid = grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
             # refuses overridden forwards and hooks: their weight says nothing about their norm
@@ -145,7 +147,10 @@ class SpectralPenalty:
         with parametrize.cached():
             for module in self.layers.values():
                 selection.weight_of(module)
-            s = self._norms()
+            for tracked in self._vectors.values():
+                tracked.iterate(1)
+            norms = [self._norm(name) for name in self.layers]
+        s = torch.stack([norm.to(norms[0].dtype) for norm in norms])
         return self.weight * _FORMULAS[self.kind](s, self.target)
 
     def norms(self) -> dict[str, float]:
@@ -182,12 +187,6 @@ class SpectralPenalty:
             norm.load_state_dict(
                 {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             )
-
-    def _norms(self) -> Tensor:
-        for tracked in self._vectors.values():
-            tracked.iterate(1)
-        norms = [self._norm(name) for name in self.layers]
-        return torch.stack([s.to(norms[0].dtype) for s in norms])
 
     def _norm(self, name: str) -> Tensor:
         module = self.layers[name]

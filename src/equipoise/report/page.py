@@ -4,21 +4,19 @@ The templates write the page: they escape every text, and show norms rounded up,
 """
 
 import json
-import math
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from equipoise.core.accuracy import percent
+from equipoise.core.accuracy import percent, round_levels
 from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
 from equipoise.report.collect import ReportData, as_document
-from equipoise.smoothing.certificates import NOT_COVERED
 
 #: panels of one chart at most
 PANELS = 6
@@ -87,8 +85,8 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         refresh=refresh,
         charts=charts,
         models=list(enumerate(data.models[:PANELS])),
-        levels={norm: levels(end) for norm, end in ends.items()},
-        caveats=list(filter(None, caveats)) or [NOT_COVERED],
+        levels={norm: round_levels(end) for norm, end in ends.items()},
+        caveats=list(filter(None, caveats)),
         payload=in_script({"charts": charts, **as_document(data)}),
         plotly=source.replace("</script", "<\\/script"),
         style=assets.joinpath("report.css").read_text(encoding="utf-8"),
@@ -107,20 +105,10 @@ def _charts(data: ReportData, ends: dict[str, float]) -> dict[str, figures.Figur
             attacks = [a for a in data.attacks if a.model == model]
             charts[f"curves-{i}"] = figures.curves(own, attacks, end, norm)
     for i, (model, bound) in enumerate([*data.audits.items()][:PANELS]):
+        if not bound["fix_first"]:
+            continue  # no layer stretches: nothing to share out
         charts[f"shares-{i}"] = figures.layer_shares(model, bound["layers"])
     return charts
-
-
-def levels(end: float) -> tuple[float, ...]:
-    """0 and four round radii that cover the curves.
-
-    >>> levels(1.3), levels(0.45)
-    ((0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.1, 0.2, 0.3, 0.4))
-    """
-    wanted = max(end, 1e-9) / 4.5
-    scale = 10.0 ** math.floor(math.log10(wanted))
-    step = max(m * scale for m in (1.0, 2.0, 2.5, 5.0) if m * scale <= wanted * (1 + 1e-9))
-    return tuple(float(f"{k * step:.6g}") for k in range(5))
 
 
 def in_script(value: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core.checks import require_number
+from equipoise.core.checks import require_counts
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
@@ -197,7 +197,7 @@ def prepare(
             f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})"
         )
     if batch_size is not None:
-        require_number(batch_size, "batch_size", least=1, whole=True)
+        require_counts(batch_size=batch_size)
     network = portable(model)
     inputs = Inputs.of(dataset, name)
     device = usable_device(settings.device)
@@ -339,7 +339,8 @@ def _fixed_constant(job: Job) -> Constant | None:
         return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    model, device = job.spec.model, job.spec.device
+    model = job.spec.model
+    device = job.spec.device
     x = job.spec.example.to(device)
     upper = lipschitz_bound(model.build(device), x.expand(model.batch or 1, *x.shape)).upper
     if upper == math.inf:
@@ -376,7 +377,9 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
         raise InputError(
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
         )
-    n, sigma, alpha = settings.n, settings.levels.sigma, settings.alpha
+    n = settings.n
+    sigma = settings.levels.sigma
+    alpha = settings.alpha
     maps = choose_map(
         np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network
     )

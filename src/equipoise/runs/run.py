@@ -22,7 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core.accuracy import average_certified_radius, certified_accuracy, percent
+from equipoise.core.accuracy import (
+    average_certified_radius,
+    certified_accuracy,
+    percent,
+    round_levels,
+)
 from equipoise.core.bounds import as_upper, format_down
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write
@@ -46,7 +51,7 @@ from equipoise.smoothing.procedures import Ints, Partition, Procedure, find_proc
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
 
-STATUSES = ("wrong", "right, nothing proved", "proved", "abstained", "failed")
+STATUSES = ("wrong", "right, not certified", "certified", "abstained", "failed")
 #: how the norm of a ball is written
 BALLS = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}
 
@@ -87,22 +92,22 @@ class Results:
     @property
     def right(self) -> NDArray[np.bool_]:
         """Whose answer is the label."""
-        return np.asarray((self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled)))
+        return (self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled))
 
     @property
     def correct(self) -> NDArray[np.bool_]:
         """Whose certified answer is the label: what counts for certified accuracy at ε = 0."""
-        return np.asarray(self.right & (self.prediction == self.answer))
+        return self.right & (self.prediction == self.answer)
 
     @property
     def status(self) -> tuple[str, ...]:
-        """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
+        """`wrong`, `right, not certified`, `certified`, `abstained` or `failed`, for each input."""
         cases = [self.failed, self.answer < 0, self.correct, self.right]
         return tuple(np.select(cases, STATUSES[:0:-1], STATUSES[0]).tolist())
 
     @property
     def statuses(self) -> dict[str, int]:
-        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
+        """How many inputs are wrong, right without a certificate, certified, abstained or failed."""
         counts = Counter(self.status)
         return {name: counts[name] for name in STATUSES if counts[name]}
 
@@ -304,7 +309,9 @@ class Run:
 
         Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
         """
-        manifest, rows, settings = self.manifest, self.rows, self.settings
+        manifest = self.manifest
+        rows = self.rows
+        settings = self.settings
         if self.kind == "proved" or not rows:
             raise InputError(
                 "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"
@@ -406,7 +413,7 @@ class Run:
         """Certified accuracy at each ε and the rest.
 
         Args:
-            epsilons: radii; by default 0, σ/2 … 3σ, and for proved runs a fifth of the largest radii at a time.
+            epsilons: radii; by default 0, σ/2 … 3σ, and for proved runs round numbers up to the largest radii.
             results: what `results` returned; by default those of the run's own settings.
         """
         results = results or self.results()
@@ -423,8 +430,7 @@ class Run:
             return [self.settings.target_radius]
         if self.kind == "sampled":
             return [k * results.sigma / 2 for k in range(7)]
-        largest = float(np.quantile(results.radius, 0.98))
-        return sorted({k * largest / 5 for k in range(6)})
+        return list(round_levels(float(np.quantile(results.radius, 0.98))))
 
     def verdict(self, row: Row) -> str:
         """Whether a row is `proved`, `broken` or `undecided` at the one radius of a proved run; empty where it has none."""

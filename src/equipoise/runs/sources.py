@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
 from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
+from equipoise.core.checks import require_eval
 from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
@@ -164,12 +165,13 @@ class Inputs:
         pair = self.dataset[position]
         try:
             x, label = pair_of(pair, None, "it")
-            x, label = torch.as_tensor(x), int(label)
+            x = torch.as_tensor(x)
+            label = int(label)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise InputError(f"input {name!r} is not a pair (input, label): {error}") from error
         if not x.is_floating_point():
             raise InputError(f"input {name!r} is {x.dtype}; expected floats, e.g. x.float() / 255")
-        if not bool(torch.isfinite(x).all()):
+        if not torch.isfinite(x).all():
             raise InputError(f"input {name!r} holds NaN or infinity")
         return Item(position, name, label, fresh_strides(x))
 
@@ -316,12 +318,7 @@ def portable(model: Any, source: str | None = None) -> Portable:
             f"expected an nn.Module, an exported program or a loaded model, got {type(model).__name__}"
         )
 
-    for name, module in model.named_modules():
-        if module.training:
-            at = name or "the model itself"
-            raise Refused(
-                f"the model is in training mode ({at}): call model.eval() before certifying it"
-            )
+    require_eval(model)
     kind = type(model)
     fixed = [part.batch for part in model.modules() if isinstance(part, OnnxNetwork)]
     return Portable(

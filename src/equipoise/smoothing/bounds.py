@@ -89,7 +89,7 @@ class Moments:
 
     def _centred(self, sums: Floats) -> Floats:
         top = self.first[:, :1] if sums is self.cross else self.first
-        return np.asarray(sums - top * self.first / self.n[:, None])
+        return sums - top * self.first / self.n[:, None]
 
     @property
     def mean(self) -> Floats:
@@ -119,7 +119,7 @@ class Moments:
 
     def _var(self, size: Floats, centred: Floats) -> Floats:
         spare = np.maximum(self.n - 1, 1)[:, None]
-        return np.asarray((np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare)
+        return (np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare
 
 
 def bucket_scores(scores: Floats, partition: Partition) -> Floats:
@@ -131,7 +131,8 @@ def bucket_scores(scores: Floats, partition: Partition) -> Floats:
     """
     inputs, draws, classes = scores.shape
     flat = scores.reshape(inputs * draws, classes)
-    order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
+    order = np.repeat(partition.order, draws, axis=0)
+    singles = np.repeat(partition.singles, draws)
     return np.minimum(Partition(order, singles).gather(flat), 1.0).reshape(inputs, draws, -1)
 
 
@@ -256,7 +257,9 @@ def moment_bounds(
         rival: risk (N,) of the upper bound of each other bucket.
         smoothness: Lipschitz constants of the scores.
     """
-    mean, var, n = moments.mean, moments.var, moments.n[:, None]
+    mean = moments.mean
+    var = moments.var
+    n = moments.n[:, None]
     scale = _single_scales(partition, noise, smoothness.component)
     low_mean = np.clip(mean[:, :1] - moments.rounding, 0, 1)
     lower = _mean_bound(low_mean, var[:, :1], n, _column(top), scale[:, :1], "lower")

@@ -32,8 +32,8 @@ class Certificates:
     For each input, with probability ≥ 1 − alpha over the draws: if `prediction ≥ 0`, the smoothed classifier named in
     `about` answers `prediction` at every x' with `‖x' − x‖₂ < radius`. `prediction = −1` is an abstention, radius 0.
     `selected` is the class the selection sample chose; `p_lower` bounds its score from below, `p_upper` all others'
-    from above (where a margin was bounded itself: the pair about ½ of the same radius); `buckets` is the number of classes or
-    groups told apart.
+    from above (where a margin was bounded itself, `direct`: the pair about ½ of the same radius); `buckets` is the number of
+    classes or groups with bounds of their own.
     """
 
     prediction: Ints
@@ -47,12 +47,13 @@ class Certificates:
     alpha: float
     draws: Ints
     about: str
+    direct: NDArray[np.bool_]
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def abstain(self) -> NDArray[np.bool_]:
         """Where nothing was certified."""
-        return np.asarray(self.prediction == ABSTAIN)
+        return self.prediction == ABSTAIN
 
     def __len__(self) -> int:
         return int(np.size(self.prediction))
@@ -76,7 +77,7 @@ class Certificates:
             raise InputError(
                 f"labels have shape {labels.shape}, the certificates {self.prediction.shape}"
             )
-        return np.asarray((self.prediction == labels) & ~self.abstain)
+        return (self.prediction == labels) & ~self.abstain
 
 
 _LARGEST = 1_000_000_000  # bytes of a log

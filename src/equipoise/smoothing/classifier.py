@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from equipoise.core import InputError, Refused, as_upper
 from equipoise.core.checks import (
     describe,
+    require_eval,
     require_images,
     require_module,
     require_number,
@@ -65,7 +66,6 @@ class SmoothedClassifier:
             "float" draws floating-point normals, which leaves a gap that certificates state. Default: "grid" if the
             first inputs seen are 8-bit images, else "float"; kept from then on.
         map: the simplex map of soft procedures, if known beforehand; `calibrate` sets it.
-        nonfinite: "refuse" raises when the network returns NaN or ∞; "miss" counts such a draw as a vote for no class.
     """
 
     def __init__(
@@ -78,9 +78,7 @@ class SmoothedClassifier:
         chunk_size: int = 100,
         map: SimplexMap | None = None,
         noise: NoiseName | None = None,
-        nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
-        require_one_of(("refuse", "miss"), nonfinite=nonfinite)
         if noise is not None:
             require_one_of(("grid", "float"), noise=noise)
         self.model = require_module(model)
@@ -90,12 +88,11 @@ class SmoothedClassifier:
         self.chunk_size = int(require_number(chunk_size, "chunk_size", least=1, whole=True))
 
         self.seed = fresh_seed() if seed is None else int(require_number(seed, "seed", whole=True))
-        self.chosen = seed is not None
+        self.user_seed = seed is not None
         self.map = map
         self.noise = noise
         self.noise_given = noise
         self.cells: float | None = None
-        self.nonfinite = nonfinite
         self.rowwise_checked = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
@@ -109,9 +106,9 @@ class SmoothedClassifier:
             input_id: key of the noise.
             stream: what the draws are for.
         """
-        self._require_eval()
+        require_eval(self.model)
         require_number(n, "the number of draws", least=1, whole=True)
-        law = self._law(require_tensor(x, "the input"))
+        law = self._law(x)
         buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
@@ -122,15 +119,25 @@ class SmoothedClassifier:
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
                 # the model handed its input back, and the buffer is about to be overwritten
                 out = out.clone()
-            rows = min(self.chunk_size, n - chunk * self.chunk_size)
-            yield self._finite(out[:rows], input_id)
+            out = out[: n - chunk * self.chunk_size]
+            if not torch.isfinite(out).all():
+                raise Refused(
+                    f"the network returned NaN or infinity for noisy copies of input {input_id!r}"
+                )
+            yield out
 
     def _answer(self, noisy: Tensor) -> Tensor:
         """Logits of a batch; the first one is used to check that rows are answered one by one."""
         if not self.rowwise_checked:
             require_rowwise(self.model, noisy)
             self.rowwise_checked = True
-        return self._require_logits(self.model(noisy))
+        out = self.model(noisy)
+        wanted = (self.chunk_size, self.num_classes)
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.shape != wanted:
+            raise InputError(
+                f"the model returned {describe(out)}, expected logits: a tensor of real numbers of shape {wanted}"
+            )
+        return out
 
     def counts(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Ints:
         """Votes per class in n draws: all that hard procedures need, and it adds up over chunks.
@@ -151,7 +158,7 @@ class SmoothedClassifier:
         x: Tensor,
         n: int,
         plan: Plan,
-        chosen: SimplexMap,
+        simplex: SimplexMap,
         *,
         input_id: int | str,
         keep: bool = False,
@@ -162,14 +169,14 @@ class SmoothedClassifier:
             x: the input.
             n: estimation draws.
             plan: of this input alone.
-            chosen: the simplex map.
+            simplex: the map.
             input_id: key of the noise.
             keep: whether to return the bucket scores (1, n, B) too.
         """
         sums = np.zeros(())
         samples: list[Floats] = []
         for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
-            scores = bucket_scores(scores_of(chosen, out).cpu().numpy()[None], plan.partition)
+            scores = bucket_scores(scores_of(simplex, out).cpu().numpy()[None], plan.partition)
             part = Moments.of(scores, plan.shift)
             sums = sums + np.stack([part.first, part.second, part.cross])
             if keep:
@@ -268,10 +275,8 @@ class SmoothedClassifier:
         spec = source.noise_spec(x)
         default = map is None and network is None and self.map is None
         logits = np.empty((len(x), 0, self.num_classes))
-        maps, about = (
-            [SimplexMap("hardmax")] * len(x),
-            f"the majority vote of the network under {spec}",
-        )
+        maps = [SimplexMap("hardmax")] * len(x)
+        about = f"the majority vote of the network under {spec}"
         if row.soft and not (default and row.map == "hardmax"):
             logits = source.selection(x, n0, ids, Stream.SELECTION)
             maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
@@ -279,9 +284,9 @@ class SmoothedClassifier:
         setting = spec.setting(alpha, about)
         parts = []
         for k, (xi, name) in enumerate(source.inputs(x, ids)):
-            chosen = maps[k]
+            simplex = maps[k]
             sample: Votes | Scores
-            if chosen.votes:
+            if simplex.votes:
                 first, second = (
                     source.counts(xi, draws, input_id=name, stream=stream)[None].astype(np.float64)
                     for draws, stream in ((n0, Stream.SELECTION), (n, Stream.ESTIMATION))
@@ -289,13 +294,13 @@ class SmoothedClassifier:
                 sample = Votes(first, second, np.array([float(n)]))
             else:
                 plan = plan_map(
-                    chosen, logits[k : k + 1], procedure, n, setting.noise, alpha, network
+                    simplex, logits[k : k + 1], procedure, n, setting.noise, alpha, network
                 )
                 moments, kept = source.moments(
-                    xi, n, plan, chosen, input_id=name, keep=interval == "betting"
+                    xi, n, plan, simplex, input_id=name, keep=interval == "betting"
                 )
                 sample = Scores(
-                    plan, moments, map_smoothness(chosen, self.num_classes, network), kept
+                    plan, moments, map_smoothness(simplex, self.num_classes, network), kept
                 )
             parts.append(([k], derive(sample, row, setting)))
         whole = joined(parts, len(x), row.name, setting)
@@ -370,17 +375,17 @@ class SmoothedClassifier:
         self._choose_noise(require_images(x))
         size = x[0].numel()
         return NoiseSpec(
-            self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen
+            self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.user_seed
         )
 
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
-        names = ("seed", "chunk_size", "map", "noise", "nonfinite")
+        names = ("seed", "chunk_size", "map", "noise")
         settings = {name: getattr(self, name) for name in names} | changes
         made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **settings)
         if made.noise == self.noise:
             made.cells = self.cells
-        made.chosen = self.chosen
+        made.user_seed = self.user_seed
         made.rowwise_checked = self.rowwise_checked
         return made
 
@@ -406,7 +411,7 @@ class SmoothedClassifier:
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
     def _law(self, x: Tensor) -> Noise:
-        spec = self.noise_spec(x[None])
+        spec = self.noise_spec(require_tensor(x, "the input")[None])
         self.levels.require_channels(x.shape)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         return Noise(self.levels, spec.grids, exact)
@@ -416,33 +421,6 @@ class SmoothedClassifier:
         if lipschitz is None:
             return None
         return as_upper(lipschitz, "Lipschitz constant of the network") * self.levels.stretch
-
-    def _require_eval(self) -> None:
-        training = [
-            name or "the model itself"
-            for name, module in self.model.named_modules()
-            if module.training
-        ]
-        if training:
-            raise Refused(
-                f"the model is in training mode ({training[0]}): call model.eval() before certifying it"
-            )
-
-    def _require_logits(self, out: Any) -> Tensor:
-        wanted = (self.chunk_size, self.num_classes)
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.shape != wanted:
-            raise InputError(
-                f"the model returned {describe(out)}, expected logits: a tensor of real numbers of shape {wanted}"
-            )
-        return out
-
-    def _finite(self, out: Tensor, input_id: int | str) -> Tensor:
-        if self.nonfinite == "refuse" and not bool(torch.isfinite(out).all()):
-            raise Refused(
-                f"the network returned NaN or infinity for noisy copies of input {input_id!r}; "
-                "nonfinite='miss' counts such draws as votes for no class"
-            )
-        return out
 
 
 def require_rowwise(model: nn.Module, batch: Tensor) -> None:
@@ -456,7 +434,8 @@ def require_rowwise(model: nn.Module, batch: Tensor) -> None:
         model: the network.
         batch: inputs; the model sees copies of them.
     """
-    row, last = len(batch) // 2, len(batch) - 1
+    row = len(batch) // 2
+    last = len(batch) - 1
     others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
     others[row] = row
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -478,7 +457,7 @@ def require_rowwise(model: nn.Module, batch: Tensor) -> None:
             )
     one, other = (out[row].double() for out in answers)
     size = float(one.nan_to_num(posinf=0, neginf=0).abs().max())
-    if bool(((one - other).abs() > 100 * torch.finfo(answers[0].dtype).eps * size).any()):
+    if ((one - other).abs() > 100 * torch.finfo(answers[0].dtype).eps * size).any():
         raise Refused(
             "the model's answer to one row depends on the other rows of its batch (batch norm without running statistics, "
             "or a mean over dimension 0?), so its votes are not independent draws and certify nothing"
@@ -518,7 +497,8 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     """
     array = np.asarray(counts, dtype=np.float64)
     ordered = np.sort(array, axis=-1)
-    most, next_most = ordered[..., -1], ordered[..., -2]
+    most = ordered[..., -1]
+    next_most = ordered[..., -2]
     # P(Bin(m, ½) ≥ most) = I_½(most, next + 1), doubled, and rounded up
     tail = np.where(most > 0, betainc(np.maximum(most, 1), next_most + 1, 0.5), 1.0)
     sure = 2 * tail * (1 + 1e-10) <= np.nextafter(alpha - variation, -1.0)
@@ -526,6 +506,5 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
 
 
 def count_votes(out: Tensor) -> Tensor:
-    """One-hot sums of the largest logits; rows with a non-finite logit vote for nobody."""
-    finite = torch.isfinite(out).all(dim=1)
-    return torch.bincount(out[finite].argmax(dim=1), minlength=out.shape[1])
+    """How many rows have their largest logit in each class."""
+    return torch.bincount(out.argmax(dim=1), minlength=out.shape[1])

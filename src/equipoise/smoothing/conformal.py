@@ -31,7 +31,13 @@ from scipy.special import ndtr
 from torch import Tensor, nn
 
 from equipoise.core import InputError
-from equipoise.core.checks import POSITIVE, require_images, require_module, require_number
+from equipoise.core.checks import (
+    POSITIVE,
+    require_images,
+    require_labels,
+    require_module,
+    require_number,
+)
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.noise import NoiseName, Sigma, Stream, fresh_seed
 from equipoise.smoothing.ramp import Floats, quantile
@@ -73,10 +79,7 @@ class RobustConformal:
         """
         with torch.inference_mode():
             classes = self.model(require_images(x)[:1]).shape[-1]
-        if y.shape != x.shape[:1] or y.is_floating_point() or not 0 <= y.min() <= y.max() < classes:
-            raise InputError(
-                f"expected {len(x)} integer labels from 0 to {classes - 1}, got {tuple(y.shape)} {y.dtype}"
-            )
+        y = require_labels(y, len(x), classes)
         self.smoothed = SmoothedClassifier(
             self.model, self.sigma, classes, chunk_size=1, noise=self.noise
         )
@@ -150,4 +153,4 @@ class RobustConformal:
         """Scores (N, classes) from draws that nobody has seen: an attack must not know them."""
         fresh = self.smoothed.like(SmoothedClassifier, seed=fresh_seed())
         logits = torch.from_numpy(fresh.selection(x, 1, None, stream)[:, 0])
-        return np.asarray(-logits.log_softmax(1).numpy())
+        return -logits.log_softmax(1).numpy()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr
 
 from equipoise.core import InputError
@@ -29,10 +29,16 @@ from equipoise.smoothing.bounds import (
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_scores
-from equipoise.smoothing.procedures import DEFAULT, Partition, Procedure, find_procedure, ranking
+from equipoise.smoothing.procedures import (
+    DEFAULT,
+    Partition,
+    Procedure,
+    find_procedure,
+    one_against_rest,
+)
 from equipoise.smoothing.ramp import Floats
 
-_ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws")
+_ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws", "direct")
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,18 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
         row: the procedure.
         setting: noise, risk and description.
     """
-    if isinstance(sample, Scores):
-        return _assemble(
-            _score_bounds(sample, setting), sample.plan, sample.moments.n, row.name, setting
-        )
     if isinstance(sample, Stopped):
         return _stopped(sample, row, setting)
-    plan = plan_votes(sample, row, setting)
-    return _assemble(_vote_bounds(sample, plan, setting), plan, sample.draws, row.name, setting)
+    if isinstance(sample, Scores):
+        plan = sample.plan
+        draws = sample.moments.n
+        bounds = _score_bounds(sample, setting)
+    else:
+        plan = plan_votes(sample, row, setting)
+        draws = sample.draws
+        bounds = _vote_bounds(sample, plan, setting)
+    direct = plan.direct | plan.joint
+    return _assemble(bounds, plan.partition, direct, draws, row.name, setting)
 
 
 def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
@@ -122,7 +132,8 @@ def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
 
 
 def _vote_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
-    noise, alpha = setting.noise, setting.alpha
+    noise = setting.noise
+    alpha = setting.alpha
     bounds = count_bounds(
         sample.estimation,
         sample.draws,
@@ -160,13 +171,13 @@ def _joint_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
 
 
 def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
-    plan, noise, alpha = sample.plan, setting.noise, setting.alpha
+    plan = sample.plan
+    noise = setting.noise
+    alpha = setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
-    bounds = (
-        moment_bounds(sample.moments, *shared)
-        if sample.kept is None
-        else sample_bounds(sample.kept, *shared)
-    )
+    bounds = moment_bounds(sample.moments, *shared)
+    if sample.kept is not None:
+        bounds = sample_bounds(sample.kept, *shared)
     if plan.direct.any():
         risk = np.full(len(plan.direct), alpha)
         direct = margin_bounds(sample.moments, plan.partition, noise, risk, sample.smoothness)
@@ -176,36 +187,43 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
 
 def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
     """An e-value against the target radius at the moment each input stopped, valid at any time."""
-    order = ranking(sample.votes.selection)
+    partition = one_against_rest(sample.votes.selection)
     ranked, counts = (
-        np.take_along_axis(v, order, axis=1)
+        np.take_along_axis(v, partition.order, axis=1)
         for v in (sample.votes.selection, sample.votes.estimation)
     )
     draws = sample.votes.draws
     goal = sample.target + setting.distance
-    low, radius = np.zeros(len(order)), np.zeros(len(order))
+    low = np.zeros(len(draws))
+    radius = np.zeros(len(draws))
     for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], goal, setting.noise)
         if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
-            low[k], radius[k] = test.claimed, sample.target
+            low[k] = test.claimed
+            radius[k] = sample.target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
-    none = np.zeros(len(order), dtype=bool)
-    plan = Plan(Partition(order, none.astype(np.int64)), none, low, low, low, low[:, None], none)
-    return _assemble(bounds, plan, draws, "adaptive", replace(setting, distance=0.0))
+    direct = np.zeros(len(draws), dtype=bool)
+    reached = replace(setting, distance=0.0)
+    return _assemble(bounds, partition, direct, draws, "adaptive", reached)
 
 
 def _assemble(
-    bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting: Setting
+    bounds: Bounds,
+    partition: Partition,
+    direct: NDArray[np.bool_],
+    draws: Floats,
+    procedure: str,
+    setting: Setting,
 ) -> Certificates:
     """Bounds → Certificates: where the radius is 0 nothing was shown, so abstain."""
-    selected = plan.partition.selected
+    selected = partition.selected
     radius = bounds.radius
     if setting.distance > 0:
         radius = np.maximum(np.nextafter(radius - setting.distance, -np.inf), 0.0)
     return Certificates(
         np.where(radius > 0, selected, ABSTAIN), radius, selected, bounds.p_lower, bounds.p_upper,
-        plan.partition.buckets, procedure, setting.noise.sigma, float(setting.alpha),
-        draws.astype(np.int64), str(setting), {"direct": (plan.direct | plan.joint).tolist()},
+        partition.buckets, procedure, setting.noise.sigma, float(setting.alpha),
+        draws.astype(np.int64), str(setting), direct,
     )  # fmt: skip
 
 
@@ -223,18 +241,16 @@ def joined(
         procedure: its name.
         setting: of the whole.
     """
-    ints, floats = np.zeros(count, dtype=np.int64), np.zeros(count)
+    ints = np.zeros(count, dtype=np.int64)
+    floats = np.zeros(count)
     whole = Certificates(
         ints + ABSTAIN, floats, ints + ABSTAIN, floats.copy(), floats + 1, ints, procedure,
-        setting.noise.sigma, float(setting.alpha), ints.copy(), str(setting),
+        setting.noise.sigma, float(setting.alpha), ints.copy(), str(setting), np.zeros(count, dtype=bool),
     )  # fmt: skip
-    direct = np.zeros(count, dtype=bool)
     for places, part in parts:
         at = np.asarray(places, dtype=np.int64)
         for name in _ARRAYS:
             getattr(whole, name)[at] = getattr(part, name)
-        direct[at] = part.details["direct"]
-    whole.details["direct"] = direct.tolist()
     return whole
 
 
@@ -269,18 +285,16 @@ def certify_counts(
         raise InputError(
             f"{procedure!r} works on scores, not on counts: use certify_scores or SmoothedClassifier.certify"
         )
-    first, second = _counts(selection, "selection"), _counts(estimation, "estimation")
-    for name, array in (("selection", first), ("estimation", second)):
-        if array.ndim < 1 or array.shape[-1] < 2:
-            raise InputError(
-                f"{name} must have shape (..., classes) with at least two classes, got {array.shape}"
-            )
+    first = _counts(selection, "selection")
+    second = _counts(estimation, "estimation")
     if first.shape != second.shape:
         raise InputError(
             f"selection has shape {first.shape}, estimation {second.shape}: they must agree"
         )
-    shape, classes = second.shape[:-1], second.shape[-1]
-    first, second = first.reshape(-1, classes), second.reshape(-1, classes)
+    shape = second.shape[:-1]
+    classes = second.shape[-1]
+    first = first.reshape(-1, classes)
+    second = second.reshape(-1, classes)
     setting = _setting(sigma, alpha, "the majority vote of the network")
     return _reshaped(derive(Votes(first, second, second.sum(axis=1)), row, setting), shape)
 
@@ -314,7 +328,8 @@ def certify_scores(
     if not row.soft:
         raise InputError(f"{procedure!r} works on counts, not on scores: use certify_counts")
     require_one_of(("bernstein", "betting"), interval=interval)
-    first, second = _scores(selection, "selection"), _scores(estimation, "estimation")
+    first = _scores(selection, "selection")
+    second = _scores(estimation, "estimation")
     if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-1]:
         raise InputError(
             f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ"
@@ -336,33 +351,32 @@ def _setting(sigma: float, alpha: float, what: str) -> Setting:
 
 
 def _reshaped(whole: Certificates, shape: tuple[int, ...]) -> Certificates:
-    direct = np.asarray(whole.details["direct"]).reshape(shape).tolist()
-    arrays = {name: getattr(whole, name).reshape(shape) for name in _ARRAYS}
-    return replace(whole, **arrays, details={**whole.details, "direct": direct})
+    return replace(whole, **{name: getattr(whole, name).reshape(shape) for name in _ARRAYS})
 
 
-def _numbers(values: ArrayLike, name: str) -> Floats:
+def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
     try:
-        return np.asarray(values, dtype=np.float64)
+        array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} must hold numbers, in rows of equal length") from error
+    if array.ndim < len(axes) or array.shape[-1] < 2:
+        raise InputError(
+            f"{name} must have shape (..., {', '.join(axes)}) with at least two classes, got {array.shape}"
+        )
+    return array
 
 
 def _counts(values: ArrayLike, name: str) -> Floats:
     """Counts that a float64 holds exactly."""
-    array = _numbers(values, name)
-    if not bool(np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array)))):
+    array = _numbers(values, name, "classes")
+    if not np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array))):
         raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
     return array
 
 
 def _scores(values: ArrayLike, name: str) -> Floats:
-    array = _numbers(values, name)
-    if array.ndim < 2 or array.shape[-1] < 2:
-        raise InputError(
-            f"{name} must have shape (..., draws, classes) with at least two classes, got {array.shape}"
-        )
-    if not bool(np.all((array >= 0) & (array <= 1))) or bool(np.any(array.sum(axis=-1) > 1 + 1e-9)):
+    array = _numbers(values, name, "draws", "classes")
+    if not np.all((array >= 0) & (array <= 1)) or np.any(array.sum(axis=-1) > 1 + 1e-9):
         raise InputError(
             f"{name} must hold points of the simplex: entries in [0, 1] with sum at most 1 (compute them in float64)"
         )

@@ -53,7 +53,7 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     """
     k, n, alpha = _arrays(k, n, alpha)
     bad = ~((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))
-    if bool(bad.any()):
+    if bad.any():
         raise InputError(
             f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}"
         )
@@ -79,7 +79,8 @@ def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
 
 def _binomial_lower(k: Floats, n: Floats, alpha: Floats) -> Floats:
     some = k > 0
-    b, c = np.where(some, k, 1.0), np.where(some, n - k, n - 1) + 1
+    b = np.where(some, k, 1.0)
+    c = np.where(some, n - k, n - 1) + 1
     p = np.asarray(betaincinv(b, c, alpha * (1 - 3 * _SLACK)))
     p = np.where(np.isfinite(p), p, 0.0)
     for step in 4.0 ** np.arange(-26, 0):  # almost always satisfied at once
@@ -132,7 +133,7 @@ def empirical_bernstein(
 
     def shift(a: Floats) -> Floats:
         log = np.log(2 / a)
-        return np.asarray(np.sqrt(2 * var * log / n) + 7 * log / (3 * (n - 1)))
+        return np.sqrt(2 * var * log / n) + 7 * log / (3 * (n - 1))
 
     return _around(mean, n, side, alpha, shift)
 
@@ -164,7 +165,7 @@ def _around(
     mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]
 ) -> Floats | Pair:
     """Mean ± shift, widened by the rounding of a float64 mean of n terms, and clipped to [0, 1]."""
-    if not bool(np.all(mean <= 1)):
+    if not np.all(mean <= 1):
         raise InputError("a mean of values in [0, 1] lies in [0, 1]; rescale first")
     # pairwise or blocked sums; plain ones carry their error in `Moments`
     rounding = 2.0**-52 * (np.log2(n) + 8)
@@ -200,18 +201,18 @@ def sides(
 
 def complement(p: Floats) -> Floats:
     """`1 − p`, rounded up."""
-    return np.asarray(np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0))
+    return np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0)
 
 
 def _arrays(*values: ArrayLike, least: int = 1) -> list[Floats]:
     """Non-negative arrays of one shape, the last two numbers of draws (at least so many) and risks."""
     arrays = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in values))
     *rest, n, alpha = arrays
-    if not bool(np.all((alpha >= _SMALLEST) & (alpha < 1))):
+    if not np.all((alpha >= _SMALLEST) & (alpha < 1)):
         raise InputError(
             f"the risk alpha must lie strictly between 0 and 1, and above {_SMALLEST:g}"
         )
-    if not bool(np.all(n >= least)):
+    if not np.all(n >= least):
         raise InputError(f"at least {least} draw(s) are needed")
     if not all(bool(np.all(array >= 0)) for array in rest):
         raise InputError("counts, means, variances and constants must not be negative")
@@ -237,7 +238,7 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     0.891
     """
     x = np.asarray(samples, dtype=np.float64)
-    if x.ndim < 1 or not bool(np.all((x >= 0) & (x <= 1))):
+    if x.ndim < 1 or not np.all((x >= 0) & (x <= 1)):
         raise InputError("betting needs samples in [0, 1] along the last axis")
     _, _, alpha = _arrays(np.zeros(x.shape[:-1]), x.shape[-1], alpha)
     return sides(side, alpha, lambda a: _lower(x, a), lambda a: _above(x, a))
@@ -253,11 +254,13 @@ def _lower(x: Floats, alpha: Floats) -> Floats:
     bets = bet_sizes(x, goal[..., None])
     # rounding of the sum of n logarithms, each below 2 in size
     margin = 1e-12 + 4e-15 * x.shape[-1]
-    low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
+    low = np.zeros(alpha.shape)
+    high = np.ones(alpha.shape)
     for _ in range(_STEPS):
         m = (low + high) / 2
         refuted = wealth(x, bets, m[..., None]).max(axis=-1) >= goal + margin
-        low, high = np.where(refuted, m, low), np.where(refuted, high, m)
+        low = np.where(refuted, m, low)
+        high = np.where(refuted, high, m)
     return low
 
 
@@ -273,7 +276,7 @@ def bet_sizes(x: Floats, goal: Floats) -> Floats:
     mean = (0.5 + np.cumsum(x, axis=-1)) / (t + 1)
     spread = (0.25 + np.cumsum((x - mean) ** 2, axis=-1)) / (t + 1)
     before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), spread[..., :-1]], axis=-1)
-    return np.asarray(np.sqrt(2 * goal / (n * before)))
+    return np.sqrt(2 * goal / (n * before))
 
 
 def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
@@ -285,7 +288,7 @@ def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
         m: the mean that is tested.
     """
     capped = np.minimum(bets, _CAP / np.maximum(m, 1e-300))
-    return np.asarray(np.cumsum(np.log1p(capped * (x - m)), axis=-1))
+    return np.cumsum(np.log1p(capped * (x - m)), axis=-1)
 
 
 def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
@@ -305,9 +308,9 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     (True, True)
     """
     a, t, p = (np.asarray(v, dtype=np.float64) for v in (hits, draws, p0))
-    if not bool(np.all((a >= 0) & (a <= t * (1 + 1e-12)))):
+    if not np.all((a >= 0) & (a <= t * (1 + 1e-12))):
         raise InputError("hits must lie between 0 and the number of draws")
-    if not bool(np.all((p > 0) & (p < 1))):
+    if not np.all((p > 0) & (p < 1)):
         raise InputError("p0 must lie strictly between 0 and 1")
     miss = np.maximum(t - a, 0.0)
     with np.errstate(divide="ignore"):
@@ -324,4 +327,4 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     for term in terms:
         total = total + term
         size = size + np.where(np.isfinite(term), np.abs(term), 0.0)
-    return np.asarray(total - 1e-11 - 4e-14 * size)
+    return total - 1e-11 - 4e-14 * size

@@ -35,82 +35,86 @@ def joint_radius(
     hits: Floats,
     rival: Floats,
     draws: Floats,
-    seen: tuple[Floats, Floats, Floats],
+    selection: tuple[Floats, Floats, Floats],
     alpha: float,
     variation: float = 0.0,
 ) -> Floats:
     """Certified `R/σ` (N,) from the votes of the class and of its strongest rival, 0 where nothing is shown; rounded down.
 
-    Guarantee: wrong with probability at most alpha over the draws, for any `seen` that is independent of them.
+    Guarantee: wrong with probability at most alpha over the draws, for any selection that is independent of them.
 
     Args:
         hits: votes of the class.
         rival: votes of the rival with most votes.
         draws: all draws.
-        seen: selection votes of the class, of its runner-up, and all of them: they choose weights and zone.
+        selection: selection votes of the class, of its runner-up, and all of them: they choose weights and zone.
         alpha: risk.
         variation: total variation between one draw and a Gaussian one.
 
-    >>> seen = tuple(np.array([v]) for v in (30.0, 7.0, 100.0))
-    >>> bool(joint_radius(np.array([300.0]), np.array([70.0]), np.array([1000.0]), seen, 1e-3)[0] > 0.33)
+    >>> selection = tuple(np.array([v]) for v in (30.0, 7.0, 100.0))
+    >>> bool(joint_radius(np.array([300.0]), np.array([70.0]), np.array([1000.0]), selection, 1e-3)[0] > 0.33)
     True
     """
     n_a, n_k, n = (np.asarray(v, dtype=np.float64) for v in (hits, rival, draws))
-    weight, low, high = _zone(*seen, n)
+    weight, low, high = _zone(*selection, n)
     usable = (n_a > 0) & (n_a < n) & np.isfinite(low) & np.isfinite(high)
-    n_a, n = np.where(usable, n_a, 1.0), np.where(usable, n, 2.0)
+    n_a = np.where(usable, n_a, 1.0)
+    n = np.where(usable, n, 2.0)
     n_k = np.minimum(np.where(usable, n_k, 0.0), n - n_a)
     ends = _cells(n_a, n, low, high)
     first = _below(n_a, n, ends, variation)
-    needed = quantile(1 - alpha)[1] * (1 + _SLACK)
-    asked = (needed - weight[:, None] * first[:, 1:]) / np.sqrt(1 - weight**2)[:, None]
-    asked = asked + _SLACK * (1 + np.abs(asked))
-    found = [_gap(ends[:, :-1], n_k[:, None], (n - n_a)[:, None], asked, variation).min(axis=1)]
-    found.append(_gap(high, n_k, n - n_a, np.full(len(n), needed), variation))
-    sure = usable & (first[:, 0] >= needed)
-    radius = 0.5 * np.minimum(*found)
+    total = quantile(1 - alpha)[1] * (1 + _SLACK)
+    needed = (total - weight[:, None] * first[:, 1:]) / np.sqrt(1 - weight**2)[:, None]
+    needed = needed + _SLACK * (1 + np.abs(needed))
+    inside = _gap(ends[:, :-1], n_k[:, None], (n - n_a)[:, None], needed, variation).min(axis=1)
+    above = _gap(high, n_k, n - n_a, np.full(len(n), total), variation)
+    sure = usable & (first[:, 0] >= total)
+    radius = 0.5 * np.minimum(inside, above)
     return np.where(sure & (radius > 0), np.maximum(radius * (1 - 1e-12) - 1e-12, 0.0), 0.0)
 
 
 def joint_cells(
-    hits: Floats, draws: Floats, seen: tuple[Floats, Floats, Floats]
+    hits: Floats, draws: Floats, selection: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats]:
     """The weights w₁ (N,) and the ends of the cells (N, ·) of the test: what another program needs to repeat it.
 
     Args:
         hits: votes of the class.
         draws: all draws.
-        seen: as for `joint_radius`.
+        selection: as for `joint_radius`.
     """
-    weight, low, high = _zone(*seen, draws)
+    weight, low, high = _zone(*selection, draws)
     return weight, _cells(hits, draws, low, high)
 
 
-def _gap(t: Floats, k: Floats, others: Floats, asked: Floats, variation: float) -> Floats:
-    """The largest 2r/σ at which `Φ⁻¹(1 − U₂)` reaches what is asked, for every t from this one on."""
-    theta = _rejected(*np.broadcast_arrays(k, others, asked))
+def _gap(t: Floats, k: Floats, others: Floats, needed: Floats, variation: float) -> Floats:
+    """The largest 2r/σ at which `Φ⁻¹(1 − U₂)` reaches what is needed, for every t from this one on."""
+    theta = _rejected(*np.broadcast_arrays(k, others, needed))
     p = np.minimum(
         (theta * (1 - ndtr(t) * (1 - _SLACK) + variation) + variation) * (1 + _SLACK), 1.0
     )
-    return np.asarray(t - quantile(p)[1] - _SLACK * (1 + np.abs(t)))
+    return t - quantile(p)[1] - _SLACK * (1 + np.abs(t))
 
 
-def _rejected(k: Floats, m: Floats, asked: Floats) -> Floats:
-    """The smallest θ with `P(Bin(m, θ) ≤ k) ≤ Φ(−asked)`, rounded up; by the other tail where little is asked."""
-    theta = clopper_pearson(k, m, np.clip(ndtr(-asked) * (1 - _SLACK), _LEAST, 0.9), "upper")
-    other = ndtr(asked) * (1 + _SLACK) + 1e-300
-    easy = (asked < 0) & (k < m)
-    a, b = np.where(easy, k + 1, 1.0), np.where(easy, m - k, 1.0)
-    found = betaincinv(a, b, np.minimum(other, 0.5)) * (1 + _SLACK)
-    easy &= (found < 1) & (betainc(a, b, np.clip(found, 0, 1)) >= other * (1 - 1e-10))
-    return np.where(easy, np.minimum(found, theta), theta)
+def _rejected(k: Floats, m: Floats, needed: Floats) -> Floats:
+    """The smallest θ with `P(Bin(m, θ) ≤ k) ≤ Φ(−needed)`, rounded up; by the other tail where little is needed."""
+    theta = clopper_pearson(k, m, np.clip(ndtr(-needed) * (1 - _SLACK), _LEAST, 0.9), "upper")
+    other = ndtr(needed) * (1 + _SLACK) + 1e-300
+    easy = (needed < 0) & (k < m)
+    a = np.where(easy, k + 1, 1.0)
+    b = np.where(easy, m - k, 1.0)
+    root = betaincinv(a, b, np.minimum(other, 0.5)) * (1 + _SLACK)
+    easy &= (root < 1) & (betainc(a, b, np.clip(root, 0, 1)) >= other * (1 - 1e-10))
+    return np.where(easy, np.minimum(root, theta), theta)
 
 
 def _below(hits: Floats, draws: Floats, t: Floats, variation: float) -> Floats:
     """`Φ⁻¹(1 − U₁)` at every t, rounded down."""
     p = np.minimum((ndtr(t) + variation) * (1 + _SLACK), 1.0)
-    a, b = hits[:, None], (draws - hits)[:, None]
-    tail, rest = betainc(a, b + 1, p), betainc(b + 1, a, 1 - p)
+    a = hits[:, None]
+    b = (draws - hits)[:, None]
+    tail = betainc(a, b + 1, p)
+    rest = betainc(b + 1, a, 1 - p)
     with np.errstate(invalid="ignore"):
         z = np.where(tail < 0.5, -ndtri(tail * (1 + _SLACK)), ndtri(rest * (1 - _SLACK)))
         return np.where(
@@ -123,20 +127,20 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     p = (hits + 0.5) / (draws + 1)
     centre = ndtri(p)
     half = _WIDTH * np.sqrt(p * (1 - p) / draws) / _density(centre)
-    a, b = np.clip(centre - half, low, high), np.clip(centre + half, low, high)
+    a = np.clip(centre - half, low, high)
+    b = np.clip(centre + half, low, high)
     below, around, above = (np.linspace(0, 1, c + 1) for c in _CELLS)
     # farther away wider cells do: there is more to spare
-    below, above = (
-        1 - (1 - below) ** 2,
-        above**2,
-    )
+    below = 1 - (1 - below) ** 2
+    above = above**2
     parts = [
         s[:, None] + (e - s)[:, None] * u
         for s, e, u in ((low, a, below), (a, b, around), (b, high, above))
     ]
     ends = np.concatenate([parts[0], parts[1][:, 1:], parts[2][:, 1:]], axis=1)
-    ends[:, 0], ends[:, -1] = low, high
-    return np.asarray(np.maximum.accumulate(ends, axis=1))
+    ends[:, 0] = low
+    ends[:, -1] = high
+    return np.maximum.accumulate(ends, axis=1)
 
 
 def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats, Floats, Floats]:
@@ -144,7 +148,8 @@ def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats
     p1 = (top + 0.5) / (total + 1)
     theta = np.clip((second + 0.5) / (total - top + 0.85), 1e-4, 1 - 1e-4)
     p2 = theta * (1 - p1)
-    slope1, slope2 = 1 / _density(ndtri(p1)), 1 / _density(ndtri(p2))
+    slope1 = 1 / _density(ndtri(p1))
+    slope2 = 1 / _density(ndtri(p2))
     own = np.sqrt(p1 * (1 - p1)) * (slope1 + theta * slope2)
     others = np.sqrt((1 - p1) * theta * (1 - theta)) * slope2
     spread = np.sqrt(p1 * (1 - p1) / n) * slope1
@@ -154,4 +159,4 @@ def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats
 
 
 def _density(z: Floats) -> Floats:
-    return np.asarray(np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi))
+    return np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)

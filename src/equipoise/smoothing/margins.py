@@ -44,7 +44,7 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
     gap = torch.nextafter(z.gather(1, y) - z, -_INF)
 
     off = _errors(error, z)
-    if bool(off.any()):
+    if off.any():
         both = torch.nextafter(off.gather(1, y) + off, _INF)
         gap = torch.nextafter(gap - both, -_INF)
     return gap.scatter(1, y, math.inf)
@@ -57,7 +57,7 @@ def _errors(error: Any, logits: Tensor) -> Tensor:
         off = off.expand(logits.shape)
     except RuntimeError:
         off = -_INF
-    if not bool((off >= 0).all()):
+    if not (off >= 0).all():
         raise InputError(
             "the error of the logits is a non-negative number, one per input, or one per logit"
         )
@@ -125,7 +125,7 @@ def _slopes(lipschitz: Any, weight: Tensor | None, classes: int) -> Tensor:
 
     if isinstance(lipschitz, Tensor | np.ndarray) and lipschitz.ndim == 2:
         pairs = torch.as_tensor(lipschitz).detach().double().cpu()
-        if tuple(pairs.shape) != (classes, classes) or not bool((pairs >= 0).all()):
+        if tuple(pairs.shape) != (classes, classes) or not (pairs >= 0).all():
             raise InputError(
                 f"expected {classes}×{classes} upper bounds, one per pair of classes, got {tuple(pairs.shape)}"
             )

@@ -37,7 +37,7 @@ class Partition:
     def buckets(self) -> Ints:
         """Number of non-empty buckets, the selected class included."""
         classes = self.order.shape[1]
-        return np.asarray(1 + self.singles + (self.singles < classes - 1))
+        return 1 + self.singles + (self.singles < classes - 1)
 
     @property
     def intervals(self) -> Ints:
@@ -155,10 +155,11 @@ class Option:
     def buckets(self, selection: Floats) -> Partition:
         """The partition, refused where it loses a class: a rival that no bound speaks of."""
         partition = self.partition(selection)
-        order, singles = partition.order, partition.singles
+        order = partition.order
+        singles = partition.singles
         classes = np.arange(selection.shape[1])
         whole = order.shape == selection.shape and bool((np.sort(order, axis=1) == classes).all())
-        if not whole or not bool(((singles >= 0) & (singles < len(classes))).all()):
+        if not whole or not ((singles >= 0) & (singles < len(classes))).all():
             raise InputError(
                 f"{self.partition} must list every class of every input once, with 0 to c − 1 of them by themselves"
             )
@@ -171,7 +172,7 @@ class Option:
         """
         top, rival = self.share(partition)
         spent = np.where(partition.buckets > 2, np.add(top, rival), np.maximum(top, rival))
-        if not bool(((np.minimum(top, rival) >= 0) & (spent <= 1 + 2.0**-40)).all()):
+        if not ((np.minimum(top, rival) >= 0) & (spent <= 1 + 2.0**-40)).all():
             raise Refused(
                 f"{self.share} spends {float(np.max(spent)):g}·α on the class and one rival: at most 1·α is sound"
             )

@@ -31,7 +31,8 @@ def radius_mono(p: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_mono(0.9, 0.5)), 6)
     0.640776
     """
-    p, sigma = _probability(p, "p"), positive(sigma, "sigma")
+    p = _probability(p, "p")
+    sigma = positive(sigma, "sigma")
     return _times(sigma, quantile(p)[0])
 
 
@@ -48,7 +49,9 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_multi(0.6, 0.2, 0.5)), 6)
     0.273742
     """
-    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), positive(sigma, "sigma")
+    p1 = _probability(p1, "p1")
+    p2 = _probability(p2, "p2")
+    sigma = positive(sigma, "sigma")
     return _half_gap(quantile(p1)[0], quantile(p2)[1], sigma)
 
 
@@ -72,17 +75,19 @@ def radius_multi_lipschitz(
     >>> [round(float(radius_multi_lipschitz(0.9, 0.1, s, L)), 4) for s, L in ((0.25, 0.5), (0.5, 1), (1, 0.5))]
     [0.8393, 0.7431, 1.4862]
     """
-    p1, p2, lipschitz = _probability(p1, "p1"), _probability(p2, "p2"), _constant(lipschitz)
+    p1 = _probability(p1, "p1")
+    p2 = _probability(p2, "p2")
+    lipschitz = _constant(lipschitz)
     sigma = positive(sigma, "sigma")
-    if bool(np.all(np.isinf(lipschitz))):
+    if np.all(np.isinf(lipschitz)):
         return radius_multi(p1, p2, sigma)
     a = _width(lipschitz, sigma)
-    if bool(np.any(np.isinf(a))):  # constant scores: p1 > p2 holds everywhere or nowhere
-        finite = np.where(np.isinf(a), 1.0, a)
-        return np.where(
-            np.isinf(a), np.where(p1 > p2, np.inf, 0.0), _half_gap(*_sides(p1, p2, finite), sigma)
-        )
-    return np.maximum(_half_gap(*_sides(p1, p2, a), sigma), radius_multi(p1, p2, sigma))
+    finite = np.where(np.isinf(a), 1.0, a)
+    low = ramp_quantile(p1, finite, "low")[0]
+    up = ramp_quantile(p2, finite, "up")[1]
+    ramp = np.maximum(_half_gap(low, up, sigma), radius_multi(p1, p2, sigma))
+    # constant scores: p1 > p2 holds everywhere or nowhere
+    return np.where(np.isinf(a), np.where(p1 > p2, np.inf, 0.0), ramp)
 
 
 def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Floats:
@@ -96,15 +101,13 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     >>> round(float(radius_mono_lipschitz(0.9, 0.5, 1.0)), 4)
     0.7431
     """
-    p, sigma, constant = _probability(p, "p"), positive(sigma, "sigma"), _constant(lipschitz)
+    p = _probability(p, "p")
+    sigma = positive(sigma, "sigma")
+    constant = _constant(lipschitz)
     a = _width(constant, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
     ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
     return np.where(np.isinf(a), np.where(p > 0.5, np.inf, 0.0), ramp)
-
-
-def _sides(p1: Floats, p2: Floats, a: Floats) -> tuple[Floats, Floats]:
-    return ramp_quantile(p1, a, "low")[0], ramp_quantile(p2, a, "up")[1]
 
 
 def _half_gap(low: Floats, up: Floats, sigma: Floats) -> Floats:
@@ -116,12 +119,8 @@ def _half_gap(low: Floats, up: Floats, sigma: Floats) -> Floats:
 def _times(sigma: Floats, gap: Floats) -> Floats:
     """`σ·gap`, rounded down: infinite only where the gap is, not because the product is no float."""
     with np.errstate(over="ignore"):
-        radius = _down(sigma * gap)
+        radius = np.maximum(sigma * gap * _DOWN, 0.0)
     return np.where(np.isfinite(gap), np.minimum(radius, np.finfo(np.float64).max), radius)
-
-
-def _down(x: Any) -> Floats:
-    return np.asarray(np.maximum(np.asarray(x, dtype=np.float64) * _DOWN, 0.0))
 
 
 def _width(lipschitz: Floats, sigma: Floats) -> Floats:
@@ -133,7 +132,7 @@ def _width(lipschitz: Floats, sigma: Floats) -> Floats:
 
 def _probability(p: ArrayLike, name: str) -> Floats:
     array = np.asarray(p, dtype=np.float64)
-    if array.size and not bool(np.all((array >= 0) & (array <= 1))):
+    if array.size and not np.all((array >= 0) & (array <= 1)):
         bad = array[~((array >= 0) & (array <= 1))].flat[0]
         raise InputError(f"{name} must lie in [0, 1], got {bad}")
     return array
@@ -150,14 +149,14 @@ def positive(sigma: ArrayLike, name: str) -> Floats:
         array = np.asarray(sigma, dtype=np.float64)
     except (TypeError, ValueError):
         array = np.asarray(np.nan)
-    if not bool(np.all((array > 0) & (array <= _LARGEST))):
+    if not np.all((array > 0) & (array <= _LARGEST)):
         raise InputError(f"{name} must be a positive number (at most {_LARGEST:g}), got {sigma!r}")
     return array
 
 
 def _constant(lipschitz: Any) -> Floats:
     if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
-        if not bool(np.all(lipschitz >= 0)):
+        if not np.all(lipschitz >= 0):
             raise InputError("the Lipschitz constants must be non-negative numbers")
         return np.asarray(lipschitz, dtype=np.float64)
     return np.asarray(as_upper(lipschitz))

@@ -125,41 +125,35 @@ def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
     >>> len(map_grid())
     101
     """
-    values = (
-        np.geomspace(0.01, 50, 50)
-        if temperatures is None
-        else np.asarray(temperatures, dtype=np.float64)
-    )
+    values = np.geomspace(0.01, 50, 50) if temperatures is None else temperatures
     grid = [SimplexMap("hardmax")]
     return grid + [SimplexMap(name, float(t)) for name in ("softmax", "sparsemax") for t in values]
 
 
-def apply_map(chosen: SimplexMap, logits: Floats) -> Floats:
-    """Scores of mass 1 in float64, clipped to [0, 1]; a draw with a non-finite logit votes for nobody.
+def apply_map(simplex: SimplexMap, logits: Floats) -> Floats:
+    """Scores of mass 1 in float64, clipped to [0, 1].
 
     Args:
-        chosen: the map.
+        simplex: the map.
         logits: (…, c).
     """
     z = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float64))
-    return scores_of(chosen, z).numpy()
+    return scores_of(simplex, z).numpy()
 
 
-def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
+def scores_of(simplex: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
     """The same on tensors (any device).
 
     Args:
-        chosen: the map.
+        simplex: the map.
         logits: (…, c).
     """
     z = logits.double()
-    scores = (chosen(z) / chosen.mass).clamp_(0, 1)
-    broken = ~torch.isfinite(z).all(dim=-1, keepdim=True)
-    return scores.masked_fill_(broken, 0.0) if bool(broken.any()) else scores
+    return (simplex(z) / simplex.mass).clamp_(0, 1)
 
 
 def plan_map(
-    chosen: SimplexMap,
+    simplex: SimplexMap,
     logits: Floats,
     procedure: str,
     n: int,
@@ -170,7 +164,7 @@ def plan_map(
     """The plan of one map: the hardmax is planned on counts, the others on scores.
 
     Args:
-        chosen: the map.
+        simplex: the map.
         logits: of the selection draws, (N, n0, c).
         procedure: name of a row.
         n: number of estimation draws.
@@ -179,26 +173,26 @@ def plan_map(
         lipschitz: sound bound of the network's Lipschitz constant.
     """
     row = find_procedure(procedure)
-    scores = apply_map(chosen, logits)
-    if chosen.votes:
+    scores = apply_map(simplex, logits)
+    if simplex.votes:
         return plan_counts(row, scores.sum(axis=1), n, noise, alpha)
     return plan_scores(
-        row, scores, n, noise, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz)
+        row, scores, n, noise, alpha, map_smoothness(simplex, logits.shape[-1], lipschitz)
     )
 
 
-def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
+def map_smoothness(simplex: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
     """Constants of the scores `τ_T∘f` from a sound bound of Lip(f); none without one.
 
     Args:
-        chosen: the map.
+        simplex: the map.
         classes: number of classes.
         lipschitz: sound bound of the network's Lipschitz constant, or None.
     """
     if lipschitz is None:
         return Smoothness()
     return Smoothness(
-        chosen.component_lipschitz(lipschitz, classes), chosen.pair_lipschitz(lipschitz)
+        simplex.component_lipschitz(lipschitz, classes), simplex.pair_lipschitz(lipschitz)
     )
 
 

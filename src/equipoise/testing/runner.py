@@ -51,7 +51,8 @@ class Tally:
             truth: the norms.
             what: describes the batch and its seed.
         """
-        truth, upper = _flat(truth), _flat(upper)
+        truth = _flat(truth)
+        upper = _flat(upper)
         lower = torch.zeros_like(truth) if lower is None else _flat(lower)
         self.comparisons += truth.numel()
 
@@ -66,7 +67,7 @@ class Tally:
                     )
 
         positive = truth > 0
-        if bool(positive.any()):
+        if positive.any():
             self.closest_upper = min(self.closest_upper, float((upper / truth)[positive].min()) - 1)
             self.closest_lower = max(self.closest_lower, float((lower / truth)[positive].max()))
 

@@ -50,19 +50,19 @@ class Part:
         """
         positions = torch.arange(len(self))
         if self.count:
-            drawn = generator(seed, "extra", epoch)
-            others = torch.randint(len(self.extra), (self.count,), generator=drawn)
+            source = generator(seed, "extra", epoch)
+            others = torch.randint(len(self.extra), (self.count,), generator=source)
             positions[len(self.indices) :] = len(self.indices) + others
         return positions[torch.randperm(len(self), generator=generator(seed, "order", epoch))]
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions."""
         own = positions < len(self.indices)
-        chosen = [
+        parts = [
             (self.source, self.indices[positions[own]]),
             (self.extra, positions[~own] - len(self.indices)),
         ]
-        batches = [source.batch(indices) for source, indices in chosen if len(indices)]
+        batches = [source.batch(indices) for source, indices in parts if len(indices)]
         x, y = zip(*batches, strict=True)
         return torch.cat(x), torch.cat(y)
 

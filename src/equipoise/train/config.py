@@ -203,8 +203,7 @@ class Recipe(Part):
 
     def to_dict(self) -> Document:
         """Plain JSON data, defaults included; infinite numbers are the text "Infinity", which is read as a number again."""
-        plain: Document = json.loads(self.model_dump_json())
-        return plain
+        return json.loads(self.model_dump_json())
 
 
 def from_table(
@@ -397,8 +396,7 @@ def _override(document: Document, item: str) -> Document:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
-    changed: Document = _put(document, path, parse(text, f"--set {key}: the value"))
-    return changed
+    return _put(document, path, parse(text, f"--set {key}: the value"))
 
 
 def _put(current: Any, path: list[str], value: Any) -> Any:

@@ -62,7 +62,7 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
     >>> selection("Conv2d")
     {'only': (<class 'torch.nn.modules.conv.Conv2d'>,)}
     """
-    chosen: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     layers = {kind.__name__: kind for kind in LINEAR_MAPS}
     if only is not None:
         types = [only] if isinstance(only, str) else only
@@ -71,10 +71,10 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
             raise InputError(
                 f"only: no layer type {unknown[0]!r}{did_you_mean(unknown[0], layers)}"
             )
-        chosen["only"] = tuple(layers[name] for name in types)
+        options["only"] = tuple(layers[name] for name in types)
     if names is not None:
-        chosen["names"] = names if isinstance(names, str) else tuple(names)
-    return chosen
+        options["names"] = names if isinstance(names, str) else tuple(names)
+    return options
 
 
 def _layer_penalty(spec: str) -> Callable[..., Term]:
@@ -101,18 +101,15 @@ def input_gradient(
         two_sided: whether smaller norms cost too.
     """
 
-    def _penalty(x: Tensor, y: Tensor) -> Tensor:
-        return input_gradient_penalty(
-            context.model,
-            x,
-            y,
-            target=target,
-            two_sided=two_sided,
-            loss=context.task.loss,
-            weight=weight,
-        )
-
-    return Term(_penalty)
+    penalty = functools.partial(
+        input_gradient_penalty,
+        context.model,
+        target=target,
+        two_sided=two_sided,
+        loss=context.task.loss,
+        weight=weight,
+    )
+    return Term(penalty)
 
 
 def activation_decay(
@@ -192,7 +189,7 @@ def guard(
         names: of layers.
         options: of `SpectralGuard`.
     """
-    chosen = {"headroom": 0.01, **options, **selection(only, names)}
+    options = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
         own: Any = getattr(context.model, "radii", None)
         if own is None:
@@ -200,9 +197,9 @@ def guard(
                 "guard: say the radius; this model has no method radii(tolerance) of its own"
             )
         radius = own(tolerance)
-        chosen["only"] = nn.Linear
+        options["only"] = nn.Linear
     keeper = SpectralGuard(
-        context.model, radius, tolerance=tolerance, example_input=context.example, **chosen
+        context.model, radius, tolerance=tolerance, example_input=context.example, **options
     )
     return Term(keeper.step, keeper)
 

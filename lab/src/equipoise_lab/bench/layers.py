@@ -130,20 +130,18 @@ def costs(
     torch.manual_seed(0)
     x = torch.randn(batch, channels, size, size, requires_grad=True)
     gradient = torch.randn(batch, channels, size, size)
-    chosen = {
-        name: make(channels) for name, (make, _) in LAYERS.items() if not only or name in only
-    }
+    timed = {name: make(channels) for name, (make, _) in LAYERS.items() if not only or name in only}
     others, missing = ({}, []) if only else peers(channels)
     base = plain(channels)
     steps = {
         name: partial(train_step, layer.train(), x, gradient)
-        for name, layer in {"nn.Conv2d": base, **chosen, **others}.items()
+        for name, layer in {"nn.Conv2d": base, **timed, **others}.items()
     }
     take_turns(steps, 1)  # first calls plan and allocate
     training = take_turns(steps, repeats)
     fixed = {
         "nn.Conv2d": base.eval(),
-        **{name: exported(layer.eval(), size) for name, layer in chosen.items()},
+        **{name: exported(layer.eval(), size) for name, layer in timed.items()},
     }
     passes = {name: partial(evaluate, layer, x.detach()) for name, layer in fixed.items()}
     take_turns(passes, 1)
@@ -191,11 +189,11 @@ def network(
         {k: k for k in (nn.Conv2d, nn.Linear)} if method is None else methods()[method]
     )
     convolve, dense, c = kinds[nn.Conv2d], kinds[nn.Linear], width
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for ins, out, stride in ((3, c, 1), (c, c, 2), (c, 2 * c, 1), (2 * c, 2 * c, 2)):
-        found += [convolve(ins, out, 3, stride=stride, padding=1), nn.ReLU()]
+        parts += [convolve(ins, out, 3, stride=stride, padding=1), nn.ReLU()]
     return nn.Sequential(
-        *found, nn.Flatten(), dense(2 * c * (size // 4) ** 2, hidden), nn.ReLU(), dense(hidden, 10)
+        *parts, nn.Flatten(), dense(2 * c * (size // 4) ** 2, hidden), nn.ReLU(), dense(hidden, 10)
     )
 
 

@@ -161,14 +161,14 @@ def audit_row(
 
 def ryu_rows(depths: tuple[int, ...] = (20, 56)) -> list[Row]:
     """PUB on the trained CIFAR ResNets relative to the same product with Ryu's norms (first order in the logarithm)."""
-    found = []
+    measured = []
     for depth in depths:
         net, x = trained_resnet(depth), torch.zeros(1, 3, 32, 32)
         report, ryu = lipschitz_bound(net, x), ryu_product(net, x)
         for name, ours in (("product", report.log_product), ("fused", report.log_upper)):
             title = f"log PUB of CIFAR ResNet-{depth}, {name}, relative to Ryu's"
-            found.append(row(title, ours, ryu, math.exp(ours - ryu), 1.05))
-    return found
+            measured.append(row(title, ours, ryu, math.exp(ours - ryu), 1.05))
+    return measured
 
 
 def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> list[Row]:
@@ -182,11 +182,11 @@ def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> lis
         [0.229, 0.224, 0.225]
     ).reshape(1, 3, 1, 1)
     whole = lipschitz_bound(net, x[:1]).upper
-    found = []
+    measured = []
     for radius in radii:
         bracket = local_lipschitz(net, x, radius, steps=10)
         upper = float(torch.as_tensor(bracket.upper).median())
         lower = float(torch.as_tensor(bracket.lower).median())
         name = f"local bound of ResNet-20 at radius {radius:g} (attack reaches {lower:.3g})"
-        found.append(row(name, upper, whole, upper / whole, 0.1))
-    return found
+        measured.append(row(name, upper, whole, upper / whole, 0.1))
+    return measured

@@ -140,7 +140,7 @@ def convolutions(
             },
             repeats,
         )
-        bracket, seconds, found = contest.results["ours"], contest.seconds, contest.results
+        bracket, seconds, values = contest.results["ours"], contest.seconds, contest.results
         rows.append(
             {
                 "layer": layer.name,
@@ -151,9 +151,9 @@ def convolutions(
                 "lower": bracket.lower,
                 "upper": bracket.upper,
                 "gap": bracket.gap,
-                "svd value": found["svd"],
-                "gram value": float(found["gram"]),
-                "ryu value": found["ryu"],
+                "svd value": values["svd"],
+                "gram value": float(values["gram"]),
+                "ryu value": values["ryu"],
             }
         )
     total = _total("all", rows)
@@ -216,7 +216,7 @@ def dense(shapes: tuple[tuple[int, int], ...], repeats: int) -> Section:
                 repeats,
             )
             name = f"{m}×{n} {str(dtype).removeprefix('torch.')}"
-            bracket, found = contest.results["ours"], contest.results
+            bracket, values = contest.results["ours"], contest.results
             row: Row = {"matrix": name} | {
                 f"{key} s": value for key, value in contest.seconds.items()
             }
@@ -224,7 +224,7 @@ def dense(shapes: tuple[tuple[int, int], ...], repeats: int) -> Section:
             rows.append(
                 row
                 | {
-                    f"{key} value": float(np.asarray(found[key]).max())
+                    f"{key} value": float(np.asarray(values[key]).max())
                     for key in ("svd", "eight gram", "arpack")
                 }
             )
@@ -322,5 +322,5 @@ def sections(quick: bool = False, repeats: int = 3) -> Iterator[Section]:
     )
     yield dense(((2000, 1000), (4096, 1024)), repeats)
     yield input_sizes((32, 64, 128, 256, 512, 1024), repeats)
-    chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
-    yield gradient_memory(tuple(x for x in layers if x.name in chosen))
+    names = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
+    yield gradient_memory(tuple(x for x in layers if x.name in names))

@@ -86,16 +86,16 @@ def kernels(family: str) -> Maker:
     """The larger than 1×1 kernels of a ResNet-18 at rtol 1e-2 against the SVD of all frequencies."""
 
     def make(device: torch.device, quick: bool) -> tuple[Work, Work] | None:
-        chosen = [layer for layer in norms.resnet18() if layer.kernel > 1]
+        layers = [layer for layer in norms.resnet18() if layer.kernel > 1]
         real = norms.real_kernels() if family == "real" else None
         if family == "real" and real is None:
             return None
         if quick:
-            chosen = [norms.Layer("tiny", 8, 8, 3, 1, 8)]
+            layers = [norms.Layer("tiny", 8, 8, 3, 1, 8)]
             real = None
         weights = [
             (layer, layer.gaussian(i) if real is None else real[layer.name])
-            for i, layer in enumerate(chosen)
+            for i, layer in enumerate(layers)
             if real is None or layer.name in real
         ]
         modules = [(layer, layer.module(K).to(device)) for layer, K in weights]
@@ -256,16 +256,16 @@ def measure(
     """Every measurement whose name contains one of `only` (all, if there are none), one after the other."""
     where = _available(device)
     wanted = tuple(only)
-    chosen = {
+    tasks = {
         name: pair
         for name, pair in PAIRS.items()
         if not wanted or any(part in name for part in wanted)
     }
-    if not chosen:
+    if not tasks:
         raise InputError(
             f"no measurement has a name with {', '.join(map(repr, wanted))}; there are {', '.join(PAIRS)}"
         )
-    for name, (make, goal) in chosen.items():
+    for name, (make, goal) in tasks.items():
         works = make(where, quick)
         if works is not None:
             waiting = (_finished(works[0], where), _finished(works[1], where))
@@ -324,12 +324,12 @@ def read(stored: Any, what: str) -> tuple[str, dict[str, Measured]]:
         or not isinstance(stored.get("measured"), list)
     ):
         raise InputError(f"{what} is no document of `equipoise bench all --json`")
-    found: dict[str, Measured] = {}
+    measured: dict[str, Measured] = {}
     for row in stored["measured"]:
         try:
             goal = row["goal"]
             numbers = {key: float(row[key]) for key in ("ratio", "low", "high", "ours", "baseline")}
-            found[str(row["name"])] = Measured(
+            measured[str(row["name"])] = Measured(
                 str(row["name"]), goal=None if goal is None else float(goal), **numbers
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -337,7 +337,7 @@ def read(stored: Any, what: str) -> tuple[str, dict[str, Measured]]:
     here = stored.get("machine")
     here = here if isinstance(here, Mapping) else {}
     where = f"{here.get('device') or here.get('processor')}, {here.get('threads')} thread(s), torch {stored.get('torch')}"
-    return f"{where}, {stored.get('rounds')} rounds, {stored.get('clock')} time", found
+    return f"{where}, {stored.get('rounds')} rounds, {stored.get('clock')} time", measured
 
 
 def merged(documents: Mapping[str, Any]) -> dict[str, Any]:

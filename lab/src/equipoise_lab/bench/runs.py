@@ -48,16 +48,18 @@ def overhead_row(
     """Seconds of a run (store, bookkeeping, derivation) over seconds of `SmoothedClassifier.certify` on the same draws."""
     model = make()
     x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
-    y, chosen = (
+    y, selected = (
         torch.zeros(inputs, dtype=torch.int64),
         SimplexMap("softmax", 0.5) if procedure == "lvm" else None,
     )
-    smooth = SmoothedClassifier(model, 0.25, 10, map=chosen, seed=0)
+    smooth = SmoothedClassifier(model, 0.25, 10, map=selected, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         job = prepare(
             model,
             (x, y),
-            Settings.of("sampled", {"sigma": 0.25, "n": n, "procedure": procedure, "map": chosen}),
+            Settings.of(
+                "sampled", {"sigma": 0.25, "n": n, "procedure": procedure, "map": selected}
+            ),
         )
         fresh = count()
 

@@ -127,7 +127,7 @@ def throughput_rows(repeats: int = 5, n: int = 900) -> list[Row]:
 
 def grid_rows(repeats: int = 5, n: int = 900) -> list[Row]:
     """Votes with exact noise on the 8-bit grid against the same passes with float32 normals of torch, drawn in place."""
-    found = []
+    measured = []
     cases = (
         ("ResNet-20", resnet(), (3, 32, 32), "≤ 1.05"),
         ("small CNN", small_cnn(), (1, 28, 28), "≤ 1.2"),
@@ -155,10 +155,10 @@ def grid_rows(repeats: int = 5, n: int = 900) -> list[Row]:
             return votes
 
         a, b, ratio = interleaved(ours, plain, repeats)
-        found.append(
+        measured.append(
             row(f"exact noise / float32 normals in place, {name}, seconds", a, b, ratio, goal)
         )
-    return found
+    return measured
 
 
 def rivals_rows() -> list[Row]:
@@ -313,8 +313,8 @@ def compare(
     first, second = rng.multinomial(n0, p, repetitions), rng.multinomial(n, p, repetitions)
     radii = {}
     for name in (*OTHERS, "rivals"):
-        found = smoothing.certify_counts(first, second, 1.0, alpha, name)
-        radii[name] = float(np.where(found.selected == 0, found.radius, 0.0).mean())
+        certificates = smoothing.certify_counts(first, second, 1.0, alpha, name)
+        radii[name] = float(np.where(certificates.selected == 0, certificates.radius, 0.0).mean())
     return Point(law, n, n0, radii)
 
 

@@ -118,10 +118,10 @@ def explicit_memory(
     layers: tuple[Layer, ...], shapes: tuple[tuple[int, int], ...], iterations: int = 6
 ) -> Section:
     """Peak memory of value and gradient of the bound: explicit against autodiff through the iterations, t = 6."""
-    found = gradient_memory(layers)
+    memory = gradient_memory(layers)
     rows: list[Row] = [
         {key: row[key] for key in ("layer", "explicit MB", "autodiff MB", "ratio")}
-        for row in found.rows
+        for row in memory.rows
     ]
     for m, n in shapes:
         W = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -136,9 +136,9 @@ def explicit_memory(
                 "ratio": ours / auto,
             }
         )
-    worst = max(row["ratio"] for row in found.rows)
+    worst = max(row["ratio"] for row in memory.rows)
     goals = [Goal("explicit / autodiff, worst convolution", worst, 0.5)]
-    return Section("memory of the gradient, t = 6", rows, goals, found.note)
+    return Section("memory of the gradient, t = 6", rows, goals, memory.note)
 
 
 def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
@@ -153,9 +153,9 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
         return
     yield training_step(repeats=repeats)
     yield control_step(steps=2 * repeats)
-    chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
+    layers = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
     yield explicit_memory(
-        tuple(x for x in resnet18_layers() if x.name in chosen), ((512, 4608), (1024, 1024))
+        tuple(x for x in resnet18_layers() if x.name in layers), ((512, 4608), (1024, 1024))
     )
 
 

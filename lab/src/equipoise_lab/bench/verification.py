@@ -87,7 +87,7 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
         images: the first ones that are asked about; those that are classified wrongly are not robust.
         seconds: of processor time for each.
     """
-    found = []
+    measured = []
     for task in TASKS:
         model, x, y = task.load()
         x, y = x[:images], y[:images]
@@ -105,7 +105,7 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
         methods = Counter(
             method for method, yes in zip(radii.methods, proved.tolist(), strict=True) if yes
         )
-        found.append(
+        measured.append(
             {
                 "network": task.name,
                 "radius": task.radius,
@@ -120,4 +120,4 @@ def rows(images: int = 50, seconds: float = 60.0) -> list[dict[str, object]]:
                 "methods": ", ".join(f"{name} {count}" for name, count in methods.most_common()),
             }
         )
-    return found
+    return measured

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from equipoise_lab.bench.norms import Section
 
 bench = typer.Typer(
-    help="Speed and tightness against the alternatives, side by side in one run.",
+    help="Speed and tightness beside the alternatives.",
     no_args_is_help=True,
 )
 
 
 @bench.callback()
 def _bench() -> None:
-    """Speed and tightness against the alternatives, side by side in one run."""
+    """Speed and tightness beside the alternatives."""
 
 
 @bench.command()

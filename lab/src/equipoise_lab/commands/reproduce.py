@@ -65,7 +65,7 @@ def reproduce(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a table or figure of the thesis and compare its claim with what is measured here.
+    """Reproduce a table or figure of the thesis. Its claim is compared with what is measured here.
 
     Each result is a folder with result.json, rows.parquet, figure.svg and figure.png; --all adds summary.md.
     A result with the same settings, scale and seed is not measured again, so a stopped run goes on where it was.
@@ -101,14 +101,14 @@ def reproduce(
         raise InputError(
             "name an experiment (`equipoise reproduce --list` shows them) or pass --all"
         )
-    chosen = chosen_experiments(identifiers or ())
-    for experiment in chosen:
+    selected = chosen_experiments(identifiers or ())
+    for experiment in selected:
         experiment.settings(scale)  # an unknown scale is refused before anything runs
     folder = data or (
         Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None
     )
     if plan:
-        _plan(chosen, scale, seed, folder, out, as_json)
+        _plan(selected, scale, seed, folder, out, as_json)
         return
     usable_device(device)
     if not dry_run:
@@ -123,7 +123,7 @@ def reproduce(
     )
     outcomes: list[Outcome] = []
     for outcome in reproduce_all(
-        chosen,
+        selected,
         scale,
         context,
         out,
@@ -144,15 +144,15 @@ def reproduce(
 
 
 def _plan(
-    chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool
+    selected: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool
 ) -> None:
     from dataclasses import asdict
 
     from equipoise_lab.experiments.runner import plan
 
-    found = plan(chosen, scale, seed, data, out)
+    planned = plan(selected, scale, seed, data, out)
     if as_json:
-        emit_json([{**asdict(p), "action": p.action} for p in found])
+        emit_json([{**asdict(p), "action": p.action} for p in planned])
         return
     rows = [
         {
@@ -162,7 +162,7 @@ def _plan(
             "power": p.power,
             "settings": ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160],
         }
-        for p in found
+        for p in planned
     ]
     print_table(f"{scale} scale, seed {seed}", rows)
 
@@ -194,7 +194,7 @@ def _document(outcome: Outcome) -> dict[str, object]:
 def _list(out: Path, as_json: bool) -> None:
     """Every experiment with its place in the thesis and its stored verdicts: those of the folder, else those of the checkout."""
     from equipoise_lab.experiments import every
-    from equipoise_lab.experiments.page import stored
+    from equipoise_lab.experiments.page import stored, undecided
 
     rows: list[dict[str, Any]] = []
     committed = stored(every(), COMMITTED)
@@ -202,16 +202,19 @@ def _list(out: Path, as_json: bool) -> None:
         outcome = own if own.result else shipped
         experiment = outcome.experiment
         verdicts = outcome.result.verdicts if outcome.result else ()
+        labels = [
+            f"{verdict.part}: {verdict.label}".removeprefix(": ")
+            + (" (our own claim)" if verdict.own and not experiment.own else "")
+            for verdict in verdicts
+        ]
         rows.append(
             {
                 "id": experiment.id,
-                "place": experiment.place,
+                "place": "our own claim" if experiment.own else experiment.place,
                 "chapter": experiment.chapter,
                 "claim": experiment.claim,
                 "published": experiment.published,
-                "verdicts": [
-                    f"{verdict.part}: {verdict.label}".removeprefix(": ") for verdict in verdicts
-                ],
+                "verdicts": labels or [f"{undecided(outcome)[0]} (not run)"],
             }
         )
     if as_json:
@@ -219,7 +222,7 @@ def _list(out: Path, as_json: bool) -> None:
         return
     cells = [
         {name: row[name] for name in ("id", "place", "claim")}
-        | {"verdict": "\n".join(row["verdicts"]) or "not run"}
+        | {"verdict": "\n".join(row["verdicts"])}
         for row in rows
     ]
     print_table("Experiments of the thesis", cells)

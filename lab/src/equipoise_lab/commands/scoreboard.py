@@ -52,7 +52,7 @@ def scoreboard(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Which layer should I take? Families × losses × seeds, each trained for the same processor time.
+    """Compare families of 1-Lipschitz layers. Families × losses × seeds, each trained for the same processor time.
 
     Clean accuracy, accuracy certified by proved bounds (by pairs of classes), accuracy under PGD
     (and AutoAttack, if you ask for it) and the cost of a step; means over seeds with intervals.
@@ -68,8 +68,8 @@ def scoreboard(
     from equipoise.nn.models.lipschitz import families as every
     from equipoise_lab.scoreboard import Budget, plan, play
 
-    chosen = list(every()) if families == "all" else _names(families)
-    cells = plan(chosen, _names(losses), seeds, _names(all_losses))
+    selected = list(every()) if families == "all" else _names(families)
+    cells = plan(selected, _names(losses), seeds, _names(all_losses))
     shape: dict[str, Any] = (
         {"channels": (16, 32), "depths": (2, 1), "hidden": 64, "batch_size": 64} if small else {}
     )
@@ -109,5 +109,5 @@ def _tell(cell: Cell, figures: dict[str, Any]) -> None:
     from equipoise.core.accuracy import percent
 
     first = next(iter(figures["certified"].values()))
-    said = f"{cell.name}: clean {figures['accuracy']:.2%}, certified {percent(first)}%, {figures['step_seconds']:.3f} s a step"
-    say(said)
+    line = f"{cell.name}: clean {figures['accuracy']:.2%}, certified {percent(first)}%, {figures['step_seconds']:.3f} s a step"
+    say(line)

@@ -29,7 +29,7 @@ class Cells:
 
     path: Path | None = None
     owner: Mapping[str, Any] = field(default_factory=dict)
-    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    stored: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     seconds: float = 0.0
     processor: float = 0.0
 
@@ -47,28 +47,28 @@ class Cells:
             if number == 0 and stored != cells.owner:
                 break
             if number > 0:
-                cells.found[stored["key"]] = stored["rows"]
+                cells.stored[stored["key"]] = stored["rows"]
                 cells.seconds += stored["seconds"]
                 cells.processor += stored["processor"]
         return cells
 
     def rows(
-        self, key: str, make: Callable[..., Iterable[dict[str, Any]]], *given: Any
+        self, key: str, make: Callable[..., Iterable[dict[str, Any]]], *arguments: Any
     ) -> list[dict[str, Any]]:
         """The rows of a cell: those stored, else made now and stored."""
-        if key not in self.found:
+        if key not in self.stored:
             wall, processor = time.perf_counter(), time.process_time()
-            self.found[key] = list(make(*given))
+            self.stored[key] = list(make(*arguments))
             self._append(key, time.perf_counter() - wall, time.process_time() - processor)
-        return self.found[key]
+        return self.stored[key]
 
     def _append(self, key: str, seconds: float, processor: float) -> None:
         if self.path is None:
             return
-        stored = {"key": key, "rows": self.found[key], "seconds": seconds, "processor": processor}
+        stored = {"key": key, "rows": self.stored[key], "seconds": seconds, "processor": processor}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if len(self.found) == 1:
+            if len(self.stored) == 1:
                 self.path.write_text(json.dumps(self.owner) + "\n", encoding="utf-8")
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(stored) + "\n")
@@ -219,9 +219,9 @@ class Context:
     tell: Callable[[str], None] = field(default=lambda text: None)
     cells: Cells = field(default_factory=Cells)
 
-    def cell(self, key: str, make: Callable[..., Iterable[Row]], *given: Any) -> list[Row]:
+    def cell(self, key: str, make: Callable[..., Iterable[Row]], *arguments: Any) -> list[Row]:
         """`make(*given)`, the rows of one part of a long run, kept: a run that was stopped takes them from its file."""
-        return self.cells.rows(key, make, *given)
+        return self.cells.rows(key, make, *arguments)
 
     def steps(self, items: Iterable[T]) -> Iterator[T]:
         """The items of a loop; the first two of them in a dry run."""
@@ -280,6 +280,7 @@ class Experiment:
         None  # of every part of the claim
     )
     own: bool = False  # the claim is ours, not the thesis'
+    lacking: str = ""  # what nobody can be given and a comparison would need
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale."""
@@ -287,14 +288,26 @@ class Experiment:
             raise InputError(f"--scale is {', '.join(map(repr, SCALES))}; got {scale!r}")
         return {"laptop": self.laptop, "desk": self.desk or self.laptop, "paper": self.paper}[scale]
 
-    def verdicts(self, rows: Sequence[Row]) -> tuple[Verdict, ...]:
-        """One verdict per part of the claim."""
+    def verdicts(self, rows: Sequence[Row], scale: str = "paper") -> tuple[Verdict, ...]:
+        """One verdict per part of the claim; only the thesis' own settings can refute a claim of it.
+
+        Args:
+            rows: what was measured.
+            scale: at which it was.
+        """
         judged = self.judge(rows)
         verdicts = (judged,) if isinstance(judged, Verdict) else tuple(judged)
         if self.precondition is not None:
             precondition = self.precondition(rows)
             verdicts = tuple(precondition.apply(verdict) for verdict in verdicts)
-        return tuple(self._as_own(verdict) for verdict in verdicts)
+        return tuple(self._in_setting(self._as_own(verdict), scale) for verdict in verdicts)
+
+    def _in_setting(self, verdict: Verdict, scale: str) -> Verdict:
+        changed = len(self.deviations(scale))
+        if verdict.label is not Label.REFUTED or not changed:
+            return verdict
+        why = f"{changed} settings differ from paper scale, so nothing is refuted"
+        return replace(verdict, label=Label.OPEN, measured=f"{verdict.measured}; {why}")
 
     def _as_own(self, verdict: Verdict) -> Verdict:
         if not (self.own or verdict.own):
@@ -331,8 +344,8 @@ def of_module(module: str, **described: Any) -> Experiment:
     functions = {
         part: getattr(home, part) for part in ("run", "judge", "draw") if hasattr(home, part)
     }
-    known = {"id": name.replace("_", "-"), "chapter": CHAPTERS[folder], **functions}
-    return Experiment(**{**known, **described})
+    fields = {"id": name.replace("_", "-"), "chapter": CHAPTERS[folder], **functions}
+    return Experiment(**{**fields, **described})
 
 
 def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:

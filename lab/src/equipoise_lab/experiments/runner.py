@@ -37,38 +37,38 @@ def catalogue() -> dict[str, Experiment | EntryPoint]:
     >>> "readouts" in catalogue()
     True
     """
-    found: dict[str, Experiment | EntryPoint] = {}
+    experiments: dict[str, Experiment | EntryPoint] = {}
     for chapter in CHAPTERS:
         for module in pkgutil.iter_modules([str(Path(__file__).parent / chapter)]):
             home = importlib.import_module(f"{__package__}.{chapter}.{module.name}")
             for experiment in getattr(home, "EXPERIMENTS", None) or (home.EXPERIMENT,):
-                found[experiment.id] = experiment
+                experiments[experiment.id] = experiment
     for entry in entry_points(group=GROUP):
-        if entry.name in found:
+        if entry.name in experiments:
             raise InputError(
                 f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it"
             )
-        found[entry.name] = entry
-    return found
+        experiments[entry.name] = entry
+    return experiments
 
 
 def find(identifier: str) -> Experiment:
     """The experiment of this identifier or of a place like "Table 5.1"; a misspelt one is answered with the nearest."""
-    known = catalogue()
-    if identifier not in known:
+    experiments = catalogue()
+    if identifier not in experiments:
         matching = at_place(identifier)
         if matching:
             return matching[0]
-        hint = did_you_mean(identifier, known) or "; `equipoise reproduce --list` shows all"
+        hint = did_you_mean(identifier, experiments) or "; `equipoise reproduce --list` shows all"
         raise InputError(f"there is no experiment {identifier!r}{hint}")
-    found = known[identifier]
-    if isinstance(found, EntryPoint):
-        found = found.load()
-    if not isinstance(found, Experiment) or found.id != identifier:
+    experiment = experiments[identifier]
+    if isinstance(experiment, EntryPoint):
+        experiment = experiment.load()
+    if not isinstance(experiment, Experiment) or experiment.id != identifier:
         raise InputError(
-            f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}"
+            f"the experiment {identifier!r} must be an Experiment with that id, got {experiment!r:.80}"
         )
-    return found
+    return experiment
 
 
 def at_place(place: str) -> list[Experiment]:
@@ -125,9 +125,9 @@ def reproduce(
     """
     settings = experiment.settings(scale)
     if not again and not context.dry:
-        found = results.read(experiment, folder)
-        if found is not None and (found.scale, found.seed) == (scale, context.seed):
-            return Outcome(experiment, found, stored=True)
+        kept = results.read(experiment, folder)
+        if kept is not None and (kept.scale, kept.seed) == (scale, context.seed):
+            return Outcome(experiment, kept, stored=True)
     if not context.dry:
         owner = {**experiment.describe(scale), "seed": context.seed}
         context = replace(context, cells=Cells.open(folder / "cells.jsonl", owner))
@@ -145,7 +145,7 @@ def reproduce(
             experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds)
         )
     result = results.Result(
-        experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here
+        experiment, scale, context.seed, rows, experiment.verdicts(rows, scale), seconds, here
     )
     results.write(result, folder)
     cells.close()
@@ -194,7 +194,7 @@ def plan(
     experiments: Iterable[Experiment], scale: str, seed: int, data: Path | None, folder: Path
 ) -> list[Planned]:
     """What `reproduce` would do with these experiments; nothing is run and nothing is written."""
-    found = []
+    plans = []
     for experiment in experiments:
         old = results.read(experiment, folder / experiment.id)
         same = old is not None and (old.scale, old.seed) == (scale, seed)
@@ -204,7 +204,7 @@ def plan(
         settings = dict(experiment.describe(scale)["settings"])
         seconds = None if old is None or old.scale != scale else old.seconds
         power = "" if old is None or experiment.power is None else str(experiment.power(old.rows))
-        found.append(
+        plans.append(
             Planned(experiment.id, scale, same, () if same else missing, seconds, settings, power)
         )
-    return found
+    return plans

@@ -93,8 +93,8 @@ class Target:
     def one(self, row: Tensor) -> Tensor:
         """The outputs of one input, as the network runs it."""
         pieces = row.reshape(1, -1).split(self.sizes, 1)
-        given = [p.reshape(s).clone() for p, s in zip(pieces, self.shapes, strict=True)]
-        return _flat(self.network(*given), 1)
+        inputs = [p.reshape(s).clone() for p, s in zip(pieces, self.shapes, strict=True)]
+        return _flat(self.network(*inputs), 1)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The outputs of every input."""
@@ -121,8 +121,8 @@ class Target:
         """The Jacobian at every row, `(b, m, n)`."""
         b, n = rows.shape
         eye = torch.eye(n, dtype=torch.float64)
-        found = self.along(rows.repeat_interleave(n, 0), eye.repeat(b, 1))
-        return found.reshape(b, n, -1).mT
+        slopes = self.along(rows.repeat_interleave(n, 0), eye.repeat(b, 1))
+        return slopes.reshape(b, n, -1).mT
 
 
 def _flat(output: Any, rows: int) -> Tensor:
@@ -177,10 +177,10 @@ def assault(
     seed: int = 0,
 ) -> Findings:
     """The largest stretch found on the domain (`inside` projects to it), from the given points on."""
-    found = Findings()
+    findings = Findings()
     g = torch.Generator().manual_seed(seed)
     points = inside(points if target.together else points[: max(2, ALONE // target.width)])
-    directions = _through_jacobians(target, points, norms, found)
+    directions = _through_jacobians(target, points, norms, findings)
     spread = size(points, "l2")[:, None] / math.sqrt(points.shape[1]) + 1e-300
     factors = torch.tensor([1e-4, 1e-2, 0.3, 3.0], dtype=torch.float64)[
         torch.arange(len(points)) % 4, None
@@ -190,15 +190,15 @@ def assault(
         points + spread * factors * torch.randn(points.shape, generator=g, dtype=torch.float64)
     )
     for y in (others, random, points[torch.randperm(len(points), generator=g)]):
-        _pairs(target, points, y, norms, found)
+        _pairs(target, points, y, norms, findings)
     if "l2" in norms and steps:
-        x, y = _ascended(target, points, others, inside, steps, found)
-        _through_jacobians(target, torch.cat([x, y])[: len(points)], norms, found)
-    return found
+        x, y = _ascended(target, points, others, inside, steps, findings)
+        _through_jacobians(target, torch.cat([x, y])[: len(points)], norms, findings)
+    return findings
 
 
 def _through_jacobians(
-    target: Target, points: Tensor, norms: tuple[Norm, ...], found: Findings
+    target: Target, points: Tensor, norms: tuple[Norm, ...], findings: Findings
 ) -> Tensor:
     """Norms of the Jacobians at the points; the steepest directions."""
     n = points.shape[1]
@@ -221,10 +221,10 @@ def _through_jacobians(
     _, s, Vh = torch.linalg.svd(J / top, full_matrices=False)
     steepest = Vh[:, 0]
     if "l2" in norms:
-        found.offer("l2", s[:, 0] * top.flatten(), "jacobian", x, steepest)
+        findings.offer("l2", s[:, 0] * top.flatten(), "jacobian", x, steepest)
     if "l1" in norms:
         sums = J.abs().sum(1)
-        found.offer(
+        findings.offer(
             "l1",
             sums.amax(1),
             "jacobian",
@@ -234,18 +234,22 @@ def _through_jacobians(
     if "linf" in norms:
         sums = J.abs().sum(2)
         rows = J[torch.arange(len(J)), sums.argmax(1)]
-        found.offer("linf", sums.amax(1), "jacobian", x, torch.where(rows < 0, -1.0, 1.0).double())
+        findings.offer(
+            "linf", sums.amax(1), "jacobian", x, torch.where(rows < 0, -1.0, 1.0).double()
+        )
     directions = fallback.clone()
     directions[keep] = steepest
     return directions
 
 
-def _pairs(target: Target, x: Tensor, y: Tensor, norms: tuple[Norm, ...], found: Findings) -> None:
+def _pairs(
+    target: Target, x: Tensor, y: Tensor, norms: tuple[Norm, ...], findings: Findings
+) -> None:
     with torch.no_grad():
         change, gap = target(x) - target(y), x - y
     for norm in norms:
         apart = size(gap, norm)
-        found.offer(
+        findings.offer(
             norm,
             torch.where(apart > 0, size(change, norm) / apart.clamp_min(1e-300), 0.0),
             "pair",
@@ -260,7 +264,7 @@ def _ascended(
     y: Tensor,
     inside: Callable[[Tensor], Tensor],
     steps: int,
-    found: Findings,
+    findings: Findings,
 ) -> tuple[Tensor, Tensor]:
     """Pairs that climb the logarithm of their stretch; every step is an attack in its own right."""
     scale = (size(x, "l2") / math.sqrt(x.shape[1]) + 1e-300)[:, None]
@@ -276,7 +280,7 @@ def _ascended(
                 * top
                 / size((a - b).detach(), "l2").clamp_min(1e-300)
             )
-            found.offer("l2", torch.where((a == b).all(1), 0.0, ratio.detach()), "pair", a, b)
+            findings.offer("l2", torch.where((a == b).all(1), 0.0, ratio.detach()), "pair", a, b)
             far = ((a - b) / scale).norm(dim=1)
             loss = -(
                 (change / top[:, None]).norm(dim=1).clamp_min(1e-30).log()

@@ -124,7 +124,7 @@ def reference(document: Document, tensors: Tensors, x: Tensor) -> tuple[Tensor, 
             joined = node["op"] == "concatenate"
             before = float(np.linalg.norm(constants)) if joined else sum(constants)
             v, factor = torch.cat(parts, 1) if joined else sum(parts), 1.0
-        elif node["op"] in ("linear", "convolution", "transposed", "residual"):
+        elif node["op"] in ("linear", "convolution", "circular", "transposed", "residual"):
             layer = _layer(node, weights["weight"], v.shape[2:])
             rows = layer(torch.eye(v[0].numel()).double().reshape(-1, *v.shape[1:])).flatten(1)
             factor, bias = float(torch.linalg.matrix_norm(rows, ord=2)), weights["bias"]
@@ -148,14 +148,12 @@ def _layer(node: Document, weight: Tensor, size: Any) -> Callable[[Tensor], Tens
         return lambda x: functional.conv1d(x[..., None], weight[..., None], groups=node["groups"])[
             ..., 0
         ]
-    keys = {key: node[key] for key in ("stride", "padding", "dilation", "groups")}
+    keys = {key: node[key] for key in ("stride", "padding", "groups")}
     if node["op"] == "transposed":
-        reach = zip(
-            size, keys["stride"], keys["padding"], keys["dilation"], weight.shape[2:], strict=True
-        )
+        reach = zip(size, keys["stride"], keys["padding"], weight.shape[2:], strict=True)
         extra = [
-            n - ((m - 1) * s - 2 * p + d * (k - 1) + 1)
-            for n, (m, s, p, d, k) in zip(node["size"], reach, strict=True)
+            n - ((m - 1) * s - 2 * p + k)
+            for n, (m, s, p, k) in zip(node["size"], reach, strict=True)
         ]
         transpose = (
             functional.conv_transpose1d,
@@ -164,7 +162,7 @@ def _layer(node: Document, weight: Tensor, size: Any) -> Callable[[Tensor], Tens
         )[dims - 1]
         return lambda x: transpose(x, weight, output_padding=extra, **keys)
     conv = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
-    if node["circular"]:
+    if node["op"] == "circular":
         widths = [p for pad in reversed(keys.pop("padding")) for p in (pad, pad)]
         return lambda x: conv(functional.pad(x, widths, "circular"), weight, **keys)
     return lambda x: conv(x, weight, **keys)
@@ -178,9 +176,10 @@ def _other(op: str, a: Document, weights: Mapping[str, Tensor], x: Tensor) -> tu
         return x + weights["value"], 1.0
     if op == "gather":
         index = weights["index"].long()
-        return functional.pad(x.flatten(1), (0, 1))[:, index], float(
-            (index.flatten() + 1).bincount()[1:].max()
-        ) ** 0.5
+        return x.flatten(1)[:, index], float(index.flatten().bincount().max()) ** 0.5
+    if op == "pad":
+        pairs = list(zip(a["widths"][::2], a["widths"][1::2], strict=True))
+        return functional.pad(x, [width for pair in reversed(pairs) for width in pair]), 1.0
     if op in ("average_pool", "max_pool"):
         pooling = f"{'avg' if op == 'average_pool' else 'max'}_pool{x.dim() - 2}d"
         fill = 0.0 if op == "average_pool" else -torch.inf

@@ -113,10 +113,10 @@ def _valid(kind: str) -> tuple[Path, str]:
     """A valid folder of this kind, kept for the life of the process, and its result."""
     folder = Path(tempfile.mkdtemp(prefix="equipoise-selfcheck-"))
     SUBJECTS[kind].make(folder)
-    found = opened_apart(kind, folder)
-    if found.kind != "opened":
-        raise EquipoiseError(f"a valid {kind} does not open: {found.text}")
-    return folder, found.text
+    outcome = opened_apart(kind, folder)
+    if outcome.kind != "opened":
+        raise EquipoiseError(f"a valid {kind} does not open: {outcome.text}")
+    return folder, outcome.text
 
 
 def kinds() -> list[str]:
@@ -131,12 +131,12 @@ def kinds() -> list[str]:
     ]
 
 
-def judge(kind: str, guarded: bool, expected: str, found: Outcome) -> str | None:
+def judge(kind: str, guarded: bool, expected: str, outcome: Outcome) -> str | None:
     """What is wrong with an outcome, or None."""
-    if found.kind == "failed":
-        return found.text
-    if guarded and SUBJECTS[kind].guarded and found.kind == "opened" and found.text != expected:
-        return f"another result after an accident: {found.text[:200]} instead of {expected[:200]}"
+    if outcome.kind == "failed":
+        return outcome.text
+    if guarded and SUBJECTS[kind].guarded and outcome.kind == "opened" and outcome.text != expected:
+        return f"another result after an accident: {outcome.text[:200]} instead of {expected[:200]}"
     return None
 
 
@@ -150,18 +150,18 @@ def damaged_files(batch: Batch) -> None:
         with tempfile.TemporaryDirectory(prefix="equipoise-case-") as place:
             folder = Path(place) / "case"
             shutil.copytree(valid, folder, symlinks=True)
-            said = chance.choice(ACCIDENTS if accident else INTENTS)(chance, folder)
+            change = chance.choice(ACCIDENTS if accident else INTENTS)(chance, folder)
             before = _packed(folder)
-            found = opened_apart(kind, folder)
-        wrong = judge(kind, accident, expected, found)
+            outcome = opened_apart(kind, folder)
+        wrong = judge(kind, accident, expected, outcome)
         batch.tally.comparisons += 1
-        batch.tally.refused += found.kind == "refused"
+        batch.tally.refused += outcome.kind == "refused"
         if wrong is not None:
             batch.tally.violations += 1
-            text = script(kind, before, f"{batch.label}, case {number}: {said}", wrong)
+            text = script(kind, before, f"{batch.label}, case {number}: {change}", wrong)
             if len(batch.tally.examples) < 20:
                 batch.tally.examples.append(
-                    f"{batch.label}, case {number} ({kind}; {said}): {wrong.strip().splitlines()[-1]}\n{text}"
+                    f"{batch.label}, case {number} ({kind}; {change}): {wrong.strip().splitlines()[-1]}\n{text}"
                 )
 
 
@@ -178,9 +178,9 @@ def _packed(folder: Path) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def script(kind: str, packed: str, said: str, wrong: str) -> str:
+def script(kind: str, packed: str, change: str, wrong: str) -> str:
     """A program that unpacks the damaged files and opens them; it prints what is wrong."""
-    lines = "\n".join(f"# {line}" for line in f"{said}\n{wrong}".splitlines())
+    lines = "\n".join(f"# {line}" for line in f"{change}\n{wrong}".splitlines())
     return f"{lines}\nfrom equipoise_lab.fuzz.files import replay\n\nreplay({kind!r}, {packed!r})\n"
 
 
@@ -193,7 +193,7 @@ def replay(kind: str, packed: str) -> None:
             path.with_suffix("").symlink_to(path.read_text())
             path.unlink()
         os.chdir(place)
-        found = opened(kind, Path(place))
+        outcome = opened(kind, Path(place))
         ran = " AND SOMETHING WAS EXECUTED" if Path(CANARY).exists() else ""
-        sys.stdout.write(f"{found.kind}{ran}: {found.text}\n")
+        sys.stdout.write(f"{outcome.kind}{ran}: {outcome.text}\n")
         os.chdir("/")

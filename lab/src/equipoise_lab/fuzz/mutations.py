@@ -102,20 +102,20 @@ def remove(chance: random.Random, folder: Path) -> str:
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) of a document."""
-    found: list[tuple[Any, Any]] = []
+    places: list[tuple[Any, Any]] = []
     todo = [value]
     while todo:
         current = todo.pop()
         if isinstance(current, dict | list):
             keys = list(current) if isinstance(current, dict) else range(len(current))
-            found += [(current, key) for key in keys]
+            places += [(current, key) for key in keys]
             todo += [current[key] for key in keys]
-    return found
+    return places
 
 
 def edit_document(chance: random.Random, document: Any) -> str:
     """Change one or two places of a JSON document as an attacker would."""
-    said = []
+    changes = []
     for _ in range(chance.choice((1, 1, 2))):
         places = _places(document)
         if not places:
@@ -124,12 +124,12 @@ def edit_document(chance: random.Random, document: Any) -> str:
         how = chance.randrange(6)
         if how == 0:
             del container[key]
-            said.append(f"{str(key)[:30]} removed")
+            changes.append(f"{str(key)[:30]} removed")
         elif how == 1 and isinstance(container, dict):
             container[str(chance.choice([h for h in HOSTILE if isinstance(h, str)]))] = (
                 container.pop(key)
             )
-            said.append(f"{str(key)[:30]} renamed")
+            changes.append(f"{str(key)[:30]} renamed")
         elif how == 2 and len(places) > 1:
             other, place = chance.choice(places)
             container[key] = (
@@ -137,11 +137,11 @@ def edit_document(chance: random.Random, document: Any) -> str:
                 if place in range(len(other)) or isinstance(other, dict)
                 else 0
             )
-            said.append(f"{str(key)[:30]} copied from elsewhere")
+            changes.append(f"{str(key)[:30]} copied from elsewhere")
         else:
             container[key] = chance.choice(HOSTILE)
-            said.append(f"{str(key)[:30]} = {str(container[key])[:40]!r}")
-    return ", ".join(said)
+            changes.append(f"{str(key)[:30]} = {str(container[key])[:40]!r}")
+    return ", ".join(changes)
 
 
 def _dump(document: Any) -> bytes:
@@ -155,11 +155,11 @@ def edit_json(chance: random.Random, folder: Path) -> str:
         return edit_archive(chance, folder)
     path = chance.choice(paths)
     document = json.loads(path.read_text(encoding="utf-8"))
-    said = edit_document(chance, document)
+    change = edit_document(chance, document)
     if isinstance(document, dict) and document.pop("digest", None) is not None:
         document = sealed(document)
     path.write_bytes(_dump(document))
-    return f"{path.name}: {said}"
+    return f"{path.name}: {change}"
 
 
 def edit_archive(chance: random.Random, folder: Path) -> str:
@@ -168,20 +168,20 @@ def edit_archive(chance: random.Random, folder: Path) -> str:
     if not paths:
         return edit_text(chance, folder)
     path = chance.choice(paths)
-    said, out = "", io.BytesIO()
+    change, out = "", io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
-        chosen = chance.choice(old.namelist())
+        entry = chance.choice(old.namelist())
         documents = [name for name in old.namelist() if name.endswith(".json")]
         if documents and chance.random() < 0.8:
-            chosen = chance.choice(documents)
+            entry = chance.choice(documents)
         for name in old.namelist():
             content = old.read(name)
-            if name == chosen and name.endswith(".json"):
+            if name == entry and name.endswith(".json"):
                 document = json.loads(content)
-                said = edit_document(chance, document)
+                change = edit_document(chance, document)
                 content = _dump(document)
-            elif name == chosen:
-                said, content = (
+            elif name == entry:
+                change, content = (
                     "replaced",
                     chance.choice((pickle.dumps(_Bomb()), b"", content[: len(content) // 2])),
                 )
@@ -196,9 +196,9 @@ def edit_archive(chance: random.Random, folder: Path) -> str:
                 )
             )
             new.writestr(extra, pickle.dumps(_Bomb()))
-            said += f", {extra} added"
+            change += f", {extra} added"
     path.write_bytes(out.getvalue())
-    return f"{path.name}, {chosen}: {said}"
+    return f"{path.name}, {entry}: {change}"
 
 
 def edit_text(chance: random.Random, folder: Path) -> str:

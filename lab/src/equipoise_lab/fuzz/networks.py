@@ -109,11 +109,11 @@ class Trial:
         """The bound; the call is made once for all its totals."""
         call, _, total = question.text.rpartition(".")
         if call not in self._asked:
-            given = {**FUNCTIONS, "network": self.network, "example": _unpacked(self.example)}
+            names = {**FUNCTIONS, "network": self.network, "example": _unpacked(self.example)}
             if question.scale is not None:
-                given["centre"] = self.centre(question.scale)
+                names["centre"] = self.centre(question.scale)
             try:
-                self._asked[call] = eval(call, given)
+                self._asked[call] = eval(call, names)
             except Exception as error:
                 self._asked[call] = error
                 raise
@@ -178,12 +178,12 @@ class Trial:
             return Verdict()
         except Exception as error:  # noqa: BLE001 – whatever it is, it should have been a refusal
             wrong = [f"{type(error).__name__}: {error}"]
-        found = (
+        stronger = (
             Violation(self.program, question, math.nan, None, "; ".join(wrong[:2]))
             if wrong
             else None
         )
-        return Verdict(violation=found)
+        return Verdict(violation=stronger)
 
     def judge(self, question: Question) -> Verdict:
         """The bound against the attack; what exceeds it counts once rounding is taken off."""
@@ -197,8 +197,8 @@ class Trial:
                     self.program, question, math.nan, None, f"{type(error).__name__}: {error}"
                 )
             )
-        found = self.attack(question).best
-        witnesses = [w for (norm, _), w in found.items() if norm == question.norm]
+        strongest = self.attack(question).best
+        witnesses = [w for (norm, _), w in strongest.items() if norm == question.norm]
         reached = 0.0
         for witness in witnesses:
             if not witness.value <= upper:
@@ -257,12 +257,12 @@ def examine(program: Program, rng: random.Random, seed: int) -> list[Verdict]:
 
 def minimised(violation: Violation, seed: int) -> Violation:
     """The same kind of violation by a smaller program."""
-    found = violation
+    smallest = violation
 
     facts = violation.question.text.startswith("check_facts")
 
     def still(program: Program) -> bool:
-        nonlocal found
+        nonlocal smallest
         trial = Trial(program, seed)
         ball = violation.question.radius
         new = (
@@ -272,11 +272,11 @@ def minimised(violation: Violation, seed: int) -> Violation:
             return False
         if not facts and new.error.split(":")[0] != violation.error.split(":")[0]:
             return False
-        found = new
+        smallest = new
         return True
 
     shrunk(violation.program, still)
-    return found
+    return smallest
 
 
 def script(violation: Violation, seed: int, label: str = "") -> str:
@@ -318,7 +318,7 @@ def _first_line(violation: Violation) -> str:
 def _shown(program: Program, question: Question, witness: Witness) -> list[str]:
     sizes = [math.prod(s) for s in program.inputs]
 
-    def given(row: Tensor) -> str:
+    def row_text(row: Tensor) -> str:
         parts = [p.reshape(s) for p, s in zip(row.split(sizes), program.inputs, strict=True)]
         return _text(tuple(parts), "float64", always=True)
 
@@ -327,7 +327,7 @@ def _shown(program: Program, question: Question, witness: Witness) -> list[str]:
     lines.append(
         "    return torch.cat([t.flatten() for t in (out if isinstance(out, tuple) else (out,))])"
     )
-    lines += ["", "", f"x = {given(witness.x)}", f"y = {given(witness.y)}"]
+    lines += ["", "", f"x = {row_text(witness.x)}", f"y = {row_text(witness.y)}"]
     if witness.kind == "pair":
         lines.append(
             "change = flat(network(*(t.clone() for t in x))) - flat(network(*(t.clone() for t in y)))"

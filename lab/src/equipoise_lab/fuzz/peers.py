@@ -21,11 +21,11 @@ def other_bounds(batch: Batch) -> None:
     n, padding = batch.integer(3, 7), batch.choose("zeros", "circular")
     conv = convolution(K.double(), padding, input_size=n)
     truth = torch.linalg.matrix_norm(materialise(conv), ord=2)
-    found = [
+    estimates = [
         norm2_toep(K.to(batch.device), batch.integer(0, 3), readout) for readout in ("inf", "fro")
     ]
-    found += [peer.run(K.to(batch.device), n, padding) for peer in PEERS.values()]
-    for bound in found:
+    estimates += [peer.run(K.to(batch.device), n, padding) for peer in PEERS.values()]
+    for bound in estimates:
         what = f"{batch.label}: {bound.method}, kernel {shape}, {padding}, n = {n}"
         if bound.kind is Kind.UPPER:
             batch.tally.record(None, bound.value, truth, what)

@@ -48,8 +48,8 @@ def _network() -> nn.Module:
 def _answer(source: str) -> str:
     loaded = load_model(source, batch=len(PROBE))
     with torch.no_grad():
-        found = guarded(lambda: loaded.module()(PROBE), "the network")
-    return f"{Digest('answer').add('logits', found)} {loaded.input_shape}"
+        logits = guarded(lambda: loaded.module()(PROBE), "the network")
+    return f"{Digest('answer').add('logits', logits)} {loaded.input_shape}"
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -95,14 +95,14 @@ def make_run(folder: Path) -> None:
 def open_run_of(folder: Path) -> str:
     """Everything a report reads of a run."""
     run = open_run(folder / "run")
-    found = run.certificates()
+    derived = run.certificates()
     summary = run.summary().to_dict()
     summary.pop("seconds")
     plain = [
         run.ids,
         run.labels.tolist(),
-        found.prediction.tolist(),
-        found.radius.tolist(),
+        derived.prediction.tolist(),
+        derived.radius.tolist(),
         summary,
     ]
     return digest_document([plain, [a.model_dump() for a in run.attacks()]])
@@ -145,15 +145,15 @@ def open_data(folder: Path) -> str:
 
 def _each(*openers: Callable[[], str]) -> str:
     """All results; the first refusal is raised after everything was tried."""
-    found, refusals = [], []
+    results, refusals = [], []
     for opener in openers:
         try:
-            found.append(opener())
+            results.append(opener())
         except EquipoiseError as error:
             refusals.append(error)
     if refusals:
         raise refusals[0]
-    return " ".join(found)
+    return " ".join(results)
 
 
 RECIPE = """\
@@ -179,10 +179,12 @@ def open_texts(folder: Path) -> str:
     from equipoise.train import read_recipe
 
     def recipe() -> str:
-        found = read_recipe(folder / "recipe.yaml")
-        if found.model.factory.startswith("equipoise.nn.models:"):
-            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6, 2000)
-        return json.dumps(found.to_dict())
+        parsed = read_recipe(folder / "recipe.yaml")
+        if parsed.model.factory.startswith("equipoise.nn.models:"):
+            build_registered(
+                parsed.model.factory, parsed.model.arguments, "the recipe", 10**6, 2000
+            )
+        return json.dumps(parsed.to_dict())
 
     return _each(recipe, lambda: str(read_log(folder / "log.tsv").average_radius()))
 

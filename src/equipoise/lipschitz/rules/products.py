@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.lipschitz.operations import Normalised, Opaque, Product
+from equipoise.lipschitz.operations import Normalised, Opaque, Product, Term
 from equipoise.lipschitz.rules.registry import (
     BALL,
     Call,
@@ -36,7 +36,15 @@ def softmax(call: Call) -> Step:
     size = inflate(math.sqrt(x.numel // max(1, x.shape[call["dim"]])))
     row = 1.0 if last else math.inf
     return Step(
-        ((x, 0.5),), "softmax", map=Product(), norm=size, row=row, peak=1.0, low=0.0, offset=size
+        ((x, 0.5),),
+        "softmax",
+        map=Product(),
+        norm=size,
+        row=row,
+        peak=1.0,
+        low=0.0,
+        offset=size,
+        by_row=last,
     )
 
 
@@ -46,7 +54,9 @@ def log_softmax(call: Call) -> Step:
     x = call.x
     n = x.shape[call["dim"]]
     gain = inflate(math.sqrt(n)) if n > 1 else 0.0
-    return Step(((x, gain),), "log-softmax", offset=inflate(math.log(n + 1) * math.sqrt(x.numel)))
+    offset = inflate(math.log(n + 1) * math.sqrt(x.numel))
+    by_row = call["dim"] in (-1, len(x.shape) - 1)
+    return Step(((x, gain),), "log-softmax", offset=offset, by_row=by_row)
 
 
 @rule("aten.logsumexp.default")
@@ -96,6 +106,7 @@ def _normalised(
         peak=inflate(length + (0.0 if bias is None else largest(bias))),
         map=Normalised(top, eps, bool(centred)) if by_rows else Opaque(),
         note="max|γ|/√ε, over the whole space",
+        by_row=by_rows,
     )
 
 
@@ -151,12 +162,17 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     """
     gains = []
     norms = []
+    rows: list[Term] = []
     for x, other in ((a, b), (b, a)):
         grown = copies(x, call.shape)
         size = min(inflate(other.peak * grown), _whole(other, call))
         if not math.isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
+        if x.shape[-1:] == call.shape[-1:]:
+            rows.append((x, other.peak, "row"))
+        else:  # an entry of x multiplies a row of the other
+            rows.append((x, other.row, "peak"))
         norms.append(inflate(inflate(x.norm * grown) * other.peak))
     norm = min((n for n in norms if not math.isnan(n)), default=math.inf)  # ∞·0
     low = 0.0 if a.node is b.node or min(a.low, b.low) >= 0 else -math.inf
@@ -168,7 +184,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         peak=peak,
         norm=norm,
         low=low,
-        map=Product(),
+        map=Product(tuple(rows), ((a, b.peak, "peak"), (b, a.peak, "peak"))),
     )
 
 
@@ -271,15 +287,23 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
         return _attention(call, scores, b)
     # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
     size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))
-    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row), _transposed_norm(call, b))
+    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row))
+    columns = _columns(call, b)
+    peaks: tuple[Term, ...] = ()
+    if columns is not None:  # entry ij is the product of two rows
+        size_b = min(size_b, inflate(math.sqrt(b.shape[-1]) * columns.row))
+        peaks = ((a, columns.row, "row"), (columns, a.row, "row"))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
     norm = min(inflate(a.norm * size_b), inflate(b.norm * size_a))
-    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=Product())
+    # row i of A·B is Σ_j a_ij·(row j of B), and Σ_j |a_ij| ≤ √n·‖a_i‖
+    rows = ((a, size_b, "row"), (b, inflate(math.sqrt(a.shape[-1]) * a.row), "row"))
+    map = Product(rows, peaks)
+    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=map)
 
 
-def _transposed_norm(call: Call, b: Signal) -> float:
-    """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
+def _columns(call: Call, b: Signal) -> Signal | None:
+    """The signal whose rows are the columns of b, where b is a transposed tensor."""
     b = _ungrouped(call, b)
     node: Any = b.node
     rank = len(b.shape)
@@ -287,9 +311,9 @@ def _transposed_norm(call: Call, b: Signal) -> float:
         rank - 1,
         rank - 2,
     }:
-        return math.inf
+        return None
     before: Signal = call.lookup(node.args[0])
-    return inflate(math.sqrt(before.shape[-2]) * before.row)
+    return before
 
 
 def _attention(call: Call, scores: Signal, v: Signal) -> Step:
@@ -298,13 +322,15 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
     Softmax has the constant ½. Row by row
     `∂(Σ_j p_j v_j)/∂s = Σ_j p_j (v_j − v̄) e_jᵀ`, of norm at most √(Σ p_j |v_j − v̄|²) ≤ R_V; and a stochastic matrix
     with n rows has norm at most √n (Kim et al. 2021 show that without a bound on V there is no constant).
+    Where every score changes by at most 1, a row does by `Σ_j p_j |v_j − v̄| ≤ R_V`, and V adds at most its largest row.
     """
     if not math.isfinite(v.row):
         _unbounded(call, "attention")
     queries = inflate(math.sqrt(scores.shape[-2]))
     norm = inflate(math.sqrt(math.prod(call.shape[:-1])) * v.row)
     gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=Product())
+    map = Product(((scores, v.row, "peak"), (v, 1.0, "row")))
+    return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=map)
 
 
 @rule("aten.glu.default")

@@ -148,32 +148,46 @@ def _avg_pool(call: Call, *, d: int) -> Step:
 def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     """Interpolation and adaptive average pooling: the operation itself gives the 1-D matrix of every axis.
 
-    Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
+    Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone. Weights
+    that are short binary fractions, the same in float64, are free of rounding: enlarging by powers of two, nearest neighbours.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     sizes = x.shape[-d:]
-    operation: Callable[..., Tensor] = call.node.target  # type: ignore[assignment]
-    matrices = []
+    matrices, exact = [], True
     for axis, n in enumerate(sizes):
         if n * math.prod(sizes) > 60_000_000:
             call.refuse(
                 "the input is too large to read off the resampling matrix",
                 "bound it on a smaller input",
             )
-        shape = [n, 1, *[1] * d]
-        shape[2 + axis] = n
-        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes).contiguous()
-        with torch.no_grad():
-            answer = (
-                operation(probe, *call.node.args[1:], **call.node.kwargs)
-                .movedim(2 + axis, 1)
-                .flatten(2)
-            )
+        answer = _along(call, sizes, axis, x.dtype)
         if bool((answer.amax(-1) - answer.amin(-1) > 1e-5).any()):
             call.refuse("this resampling is not separable")
         matrices.append(answer[..., 0].mT)
+        exact = exact and _is_dyadic(answer)
+        exact = exact and torch.equal(answer.double(), _along(call, sizes, axis, torch.float64))
+    if exact:
+        map = Average()
     rounding = 10 * torch.finfo(x.dtype).eps  # weights are read off in the model's precision
     return _linear_step(call, x, matrices, label, map, 1 + rounding)
+
+
+def _along(call: Call, sizes: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+    """The operation on every unit vector of one axis, constant along the others: (in, out, the others)."""
+    n = sizes[axis]
+    shape = [n, 1, *[1] * len(sizes)]
+    shape[2 + axis] = n
+    probe = torch.eye(n, dtype=dtype).reshape(shape).expand(n, 1, *sizes).contiguous()
+    operation: Callable[..., Tensor] = call.node.target  # type: ignore[assignment]
+    with torch.no_grad():
+        answer = operation(probe, *call.node.args[1:], **call.node.kwargs)
+    return answer.movedim(2 + axis, 1).flatten(2)
+
+
+def _is_dyadic(weights: Tensor) -> bool:
+    """Whether all weights are multiples of 2⁻¹² in [0, 1]."""
+    scaled = weights * 4096
+    return bool(((scaled == scaled.round()) & (weights >= 0) & (weights <= 1)).all())
 
 
 _UPSAMPLERS = (

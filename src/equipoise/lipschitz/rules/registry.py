@@ -23,7 +23,7 @@ from equipoise.norms.spectral import Cache, bracket
 
 Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
-BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
+BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R; smoothing (`certify`) needs no bound"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,8 @@ class Step:
     `gains` may name any earlier signal, not only direct inputs. `map` is what the operation is; without one nothing but the
     gains is used, and `label` is only shown. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown), from which the engine
     bounds the size of the output on a ball; `norm`, `row`, `peak`, `low` are bounds the rule knows itself. `slopes` is short for
-    `map=Pointwise(slopes)`: a function of each entry alone with slopes in that interval.
+    `map=Pointwise(slopes)`: a function of each entry alone with slopes in that interval. `by_row`: each row (last dimension) of
+    the result is a function of the same row of the one input, with the same constant.
     """
 
     gains: tuple[tuple[Signal, float], ...]
@@ -72,6 +73,7 @@ class Step:
     map: Map = field(default_factory=Opaque)
     slopes: tuple[float, float] | None = None
     note: str = ""
+    by_row: bool = False
 
     def __post_init__(self) -> None:
         require_one_of(("sum", "root"), combine=self.combine)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Copy, Padded, Product
+from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
@@ -59,15 +59,20 @@ def named(operations: Iterable[str]) -> list[str]:
     return [f"aten.{name}" for name in operations]
 
 
-def require_constant_places(call: Call) -> None:
+def require_constantplaces_of(call: Call) -> None:
     """Refuse positions that depend on the input."""
     indices = [call.get("index"), *(call.get("indices") or ())]
     if any(isinstance(index, Signal) for index in indices):
         call.refuse("positions that depend on the input jump with it", "index with constants")
 
 
-def _places(call: Call, x: Signal) -> Tensor:
-    """For every entry of the result its position in x, counted from 1; 0 where it is a constant zero."""
+def places_of(call: Call, x: Signal) -> Tensor:
+    """For every entry of the result its position in x, counted from 1; 0 where it is a constant zero.
+
+    Args:
+        call: an operation that moves entries.
+        x: its argument.
+    """
     numbers = torch.arange(1.0, x.numel + 1, dtype=torch.float64).reshape(x.shape)
     moved: Tensor = exactly(call.node, {x.node: numbers}, call.lookup)
     return moved.long()
@@ -99,7 +104,7 @@ def selection(call: Call) -> Step:
 
 def _selected(call: Call, label: str) -> Step:
     x = call.x
-    row = _row(x, _places(call, x)) if math.isfinite(x.row) else math.inf
+    row = _row(x, places_of(call, x)) if math.isfinite(x.row) else math.inf
     return carried(x, 1.0, label, Copy(traced=True), row)
 
 
@@ -121,9 +126,9 @@ def _component(call: Call) -> Step | None:
 @rule(*named(INDEXED))
 def indexed(call: Call) -> Step:
     """Entries at constant positions: √ of how often the most frequent one is read."""
-    require_constant_places(call)
+    require_constantplaces_of(call)
     x = call.x
-    places = _places(call, x)
+    places = places_of(call, x)
     gain = root(most_frequent(places))
     low = min(0.0, x.low) if bool((places == 0).any()) else x.low
     return Step(
@@ -170,7 +175,7 @@ def pad(call: Call) -> Step:
     def run(t: Tensor, fill: float) -> Tensor:
         return torch.nn.functional.pad(t, twice, mode=mode, value=fill if fixed else None)
 
-    gain = 1.0 if fixed else root(most_frequent(_places(call, x)))
+    gain = 1.0 if fixed else root(most_frequent(places_of(call, x)))
     negative = min(twice) < 0
     added = math.prod(call.shape) - (0 if negative else x.numel)
     amounts = tuple(zip(twice[::2], twice[1::2], strict=True))[::-1]
@@ -198,7 +203,7 @@ def mask(call: Call) -> Step:
         call.refuse(
             "the mask depends on the input, so the choice jumps", "use relu, clamp or maximum"
         )
-    return chosen(call, values.values(), "mask")
+    return chosen(call, values.values(), "mask", Choice())
 
 
 @rule("aten.copy.default")

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equipoise.core.errors import InputError
+from equipoise.core.checks import require_counts
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
@@ -129,7 +129,8 @@ class Polar(torch.autograd.Function):
         whole = gram.isfinite().all((-2, -1), keepdim=True)
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
         if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
-            squares, U = (scale**-2)[..., 0].expand_as(gram[..., 0]), identity
+            squares = (scale**-2)[..., 0].expand_as(gram[..., 0])
+            U = identity
         else:
             squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
         most = squares[..., -1:]
@@ -160,8 +161,7 @@ class Polar(torch.autograd.Function):
             return None
         if torch.is_grad_enabled():  # for higher derivatives
             values = by_steps(raw, CONVERGING).to(raw.dtype)
-            again: Tensor = torch.autograd.grad(values, raw, g, create_graph=True)[0]
-            return again
+            return torch.autograd.grad(values, raw, g, create_graph=True)[0]
         g = g.to(Q.dtype)
         B = g @ Q.mT
         C = U.mT @ B @ U
@@ -182,9 +182,10 @@ def _step(W: Tensor, alpha: float) -> Tensor:
     return 1.5 * alpha * W - (0.5 * alpha**3) * (W @ W.mT @ W)
 
 
-def scaled_steps(smallest: float = SMALLEST) -> tuple[float, ...]:
-    """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `smallest` up to 1 − 1e-9."""
-    alphas, low = [], smallest
+def scaled_steps() -> tuple[float, ...]:
+    """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `SMALLEST` up to 1 − 1e-9."""
+    alphas = []
+    low = SMALLEST
     while low < 1 - 1e-5:  # the last step squares what is left
         alpha = math.sqrt(3 / (1 + low + low * low))
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
@@ -213,7 +214,8 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     G = W @ W.mH
     bound = torch.minimum(torch.linalg.matrix_norm(G), G.abs().sum(-1).amax(-1))[..., None, None]
     c2 = (bound / 3.9).clamp_min(1.0)
-    W, G = W / c2.sqrt(), G / c2
+    W = W / c2.sqrt()
+    G = G / c2
     margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(
         torch.float64
     )
@@ -279,9 +281,8 @@ class RKO(Parametrization):
     def construct(self, raw: Tensor) -> Tensor:
         """The weight."""
         scale = 1 / math.sqrt(overlap(self.geometry)) if self.geometry.dims else 1.0
-        return orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale).reshape(
-            raw.shape
-        )
+        W = orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale)
+        return W.reshape(raw.shape)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The polar factor: the same layer, from a raw weight that is as well conditioned as can be."""
@@ -307,8 +308,7 @@ class Bjorck(RKO):
 
     def __init__(self, geometry: Geometry, steps: int = 15, **factory: Any) -> None:
         super().__init__(geometry, **factory)
-        if not isinstance(steps, int) or steps < 1:
-            raise InputError(f"Björck needs at least one step, got {steps}")
+        require_counts(steps=steps)
         self.steps = steps
 
 
@@ -331,7 +331,8 @@ class BCOP(Parametrization):
         #: the taps of H along each axis: as many as patches that do not meet may have
         self.core = tuple(map(min, geometry.shape[2:], _apart(geometry)))
         self.factors = sum(k - m for k, m in zip(geometry.shape[2:], self.core, strict=True))
-        out, ins = geometry.shape[0] // geometry.groups, geometry.shape[1]
+        out = geometry.shape[0] // geometry.groups
+        ins = geometry.shape[1]
         #: the projections stand on the wider side, where there are more of them
         self.outside = out > ins and math.prod(self.core) == 1
         side = out if self.outside else ins

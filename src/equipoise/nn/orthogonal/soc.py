@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
@@ -51,10 +52,8 @@ def exponential_series(angle: float, terms: int) -> tuple[float, ...]:
     >>> [round(c, 3) for c in exponential_series(1.0, 4)]
     [1.0, 0.997, 0.499, 0.156, 0.04]
     """
-    if not 0 < angle <= 8:
-        raise InputError(f"the largest angle must lie in (0, 8], got {angle}")
-    if not isinstance(terms, int) or not 1 <= terms <= 40:
-        raise InputError(f"the series needs between 1 and 40 terms, got {terms}")
+    require_number(angle, "angle", least=POSITIVE, most=8)
+    require_number(terms, "terms", least=1, most=40, whole=True)
     bessel = [float(jv(n, angle)) * (1 if n == 0 else 2) for n in range(terms + 1)]
     coefficients = [0.0] * (terms + 1)
     for n, b in enumerate(bessel):
@@ -124,7 +123,8 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
         frame: padding, dilation and groups.
         x: images.
     """
-    circular, dilation = frame.plain.padding == "circular", frame.dilation
+    circular = frame.plain.padding == "circular"
+    dilation = frame.dilation
     (top, left), weight = frame.centre, A.flatten(0, 1)
     y = coefficients[-1] * x
     for c in coefficients[-2::-1]:
@@ -179,7 +179,8 @@ class SOCConv2d(FramedConv2d):
         self.terms = terms
         self.angle = float(angle)
         self.coefficients = exponential_series(self.angle, terms)
-        c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
+        c = max(self.frame.ins, self.frame.out)
+        taps = self.frame.taps
         start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(
             8 * c * taps[0] * taps[1]
         )
@@ -203,7 +204,8 @@ class SOCConv2d(FramedConv2d):
             tensors: the effective tensors.
             input_shape: of one sample.
         """
-        frame, A = self.frame, tensors[0].detach()
+        frame = self.frame
+        A = tensors[0].detach()
         if not torch.equal(A, -A.transpose(1, 2).flip(3, 4)):
             raise Refused(
                 "the kernel of this series is not skew-symmetric: the modulus of the polynomial says nothing about its norm"

@@ -41,13 +41,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         size = context.steps_of(settings.repetitions)
         selection = generator.multinomial(settings.selection, p, size=size)
         estimation = generator.multinomial(settings.draws, p, size=size)
-        chosen = selection.argmax(1)
+        selected = selection.argmax(1)
         others = np.array([np.delete(p, k).max() for k in range(c)])
-        truth = np.asarray(radius_multi(p[chosen], others[chosen], 1.0))
+        truth = np.asarray(radius_multi(p[selected], others[selected], 1.0))
         claims = {"α/2 on the runner-up": naive(selection, estimation, settings.alpha)}
         for name in ("bonferroni", "cpm"):
-            found = certify_counts(selection, estimation, 1.0, settings.alpha, name)
-            claims[name] = np.where(found.prediction == chosen, found.radius, -1.0)
+            certificates = certify_counts(selection, estimation, 1.0, settings.alpha, name)
+            claims[name] = np.where(certificates.prediction == selected, certificates.radius, -1.0)
         for name, radius in claims.items():
             wrong = float(np.mean((radius > truth) & (radius > 0)))
             error = float(np.sqrt(max(wrong * (1 - wrong), 1 / size) / size))
@@ -87,11 +87,11 @@ def draw(rows: Sequence[Row]) -> Figure:
         list(dict.fromkeys(r["method"] for r in rows)),
     )
     for k, method in enumerate(methods):
-        found = [
+        matching = [
             next(r for r in rows if (r["classes"], r["method"]) == (c, method)) for c in classes
         ]
         x = [i + 0.26 * k for i in range(len(classes))]
-        wrong, error = [r["wrong"] for r in found], [2 * r["standard error"] for r in found]
+        wrong, error = [r["wrong"] for r in matching], [2 * r["standard error"] for r in matching]
         axes.bar(
             x, wrong, 0.24, yerr=error, color=COLOURS[k], label=method, hatch=("", "//", "..")[k]
         )

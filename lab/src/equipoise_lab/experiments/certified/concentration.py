@@ -68,23 +68,23 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         SimplexMap("softmax", t) for t in np.geomspace(0.01, 50, settings.temperatures).tolist()
     ]
     n0 = context.steps_of(settings.n0)
-    chosen: SimplexMap = classifier.calibrate(
+    simplex: SimplexMap = classifier.calibrate(
         network.calibration, n0=n0, n=largest.n, alpha=settings.alpha, grid=grid
     )
-    context.tell(f"{chosen}")
+    context.tell(f"{simplex}")
     for part, first, second in smoothed.logits(classifier, network.x, largest, context):
-        top = apply_map(chosen, first).mean(axis=1).argmax(axis=1)
-        scores = apply_map(chosen, second)
+        top = apply_map(simplex, first).mean(axis=1).argmax(axis=1)
+        scores = apply_map(simplex, second)
         for n in context.steps(settings.draws):
             for name in INTERVALS:
-                found = radii(scores[:, :n], top, settings.sigma, settings.alpha, name)
-                for i, radius in enumerate(found.tolist(), part.start):
+                measured = radii(scores[:, :n], top, settings.sigma, settings.alpha, name)
+                for i, radius in enumerate(measured.tolist(), part.start):
                     yield {
                         "draws": n,
                         "interval": name,
                         "input": i,
                         "radius": radius,
-                        "map": str(chosen),
+                        "map": str(simplex),
                     }
 
 

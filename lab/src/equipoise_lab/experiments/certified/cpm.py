@@ -149,9 +149,9 @@ def rows_of(
     """One row per method and ε (in units of σ) of one setting."""
     first, second, labels = votes
     methods, buckets = compare(first, second, labels, sigma, settings.sampling.alpha)
-    found = concentration(second / np.maximum(second.sum(axis=1, keepdims=True), 1))
+    shares = concentration(second / np.maximum(second.sum(axis=1, keepdims=True), 1))
     shared = {
-        "setting": name, "sigma": sigma, "classes": first.shape[1], "TVU": float(found.mean()),
+        "setting": name, "sigma": sigma, "classes": first.shape[1], "TVU": float(shares.mean()),
         "c* mean": float(buckets.mean()), "c* median": float(np.median(buckets)),
     }  # fmt: skip
     for row in smoothed.curves(
@@ -185,12 +185,12 @@ def standing(
     A gain or loss is sure where its paired interval over the inputs lies on one side of 0; cells where nobody
     certifies anything are left out.
     """
-    known: dict[tuple[str, float], list[Row]] = {}
+    cached: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
-        known.setdefault((row["setting"], row["epsilon"]), []).append(row)
+        cached.setdefault((row["setting"], row["epsilon"]), []).append(row)
     gains = [
         [Mean(row[f"over {rival}"], row[f"over {rival} ±"], row["inputs"]) for rival in rivals]
-        for cell in known.values()
+        for cell in cached.values()
         if max(row["accuracy"] for row in cell) > 0
         for row in cell
         if row["method"] == method
@@ -201,7 +201,7 @@ def standing(
     return level, above, below, -min(g.value for cell in gains for g in cell)
 
 
-def told(rows: Sequence[Row], method: str, rivals: Sequence[str]) -> tuple[Label, str]:
+def gain_in_words(rows: Sequence[Row], method: str, rivals: Sequence[str]) -> tuple[Label, str]:
     """«Nearly everywhere»: level or above at 90 % of all cells, a sure gain at one; in direction: no sure loss, and a
     sure gain.
     """
@@ -218,7 +218,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     verdicts = []
     for classes in dict.fromkeys(r["classes"] for r in rows):
         part = [r for r in rows if r["classes"] == classes]
-        label, text = told(part, CPM, (ONE, EVERY))
+        label, text = gain_in_words(part, CPM, (ONE, EVERY))
         verdict = Verdict(label, text, "CPM ≥ both nearly everywhere", f"{classes} classes")
         if part[0]["setting"].startswith(f"{classes} characters"):
             verdict = Precondition("clean accuracy", part[0]["clean"], 30.0).apply(verdict)
@@ -230,13 +230,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     inside = [
         (2 if c == 10 else 3) <= median <= (3 if c == 10 else 5) for c, median, _ in stars.values()
     ]
-    seen = ", ".join(
+    texts = ", ".join(
         f"{name} {median:g} (TVU {tvu:.3f})" for name, (_, median, tvu) in stars.items()
     )
     verdicts.append(
         Verdict(
             graded(all(inside), any(inside)),
-            f"median c*: {seen}",
+            f"median c*: {texts}",
             "2–3 (10 classes), 3–5 (1000 classes)",
             "c*",
         )
@@ -259,8 +259,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, axes = canvas(columns=3, rows=-(-len(settings) // 3), width=3.6, height=2.8)
     for panel, name in zip(axes, settings, strict=False):
         for k, method in enumerate(METHODS):
-            found = [r for r in rows if (r["setting"], r["method"]) == (name, method)]
-            x, y = [r["epsilon"] for r in found], [r["accuracy"] for r in found]
+            matching = [r for r in rows if (r["setting"], r["method"]) == (name, method)]
+            x, y = [r["epsilon"] for r in matching], [r["accuracy"] for r in matching]
             line(panel, x, y, method, k, markevery=(k, 4), markersize=3.5, linewidth=1.3)
         panel.set(title=name, xlabel="ℓ2 radius ε", ylim=(0, None))
         panel.title.set_fontsize(9)

@@ -64,8 +64,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         p[0] = 0.45
         true = float(radius_multi(p[0], p[1], 1.0))
         first, second = generator.multinomial(100, p, trials), generator.multinomial(400, p, trials)
-        found = certify_counts(first, second, 1.0, alpha, "direct")
-        wrong = int(((found.selected != 0) & (found.radius > 0) | (found.radius > true)).sum())
+        certificates = certify_counts(first, second, 1.0, alpha, "direct")
+        wrong = int(
+            (
+                (certificates.selected != 0) & (certificates.radius > 0)
+                | (certificates.radius > true)
+            ).sum()
+        )
         lower = float(clopper_pearson(wrong, trials, 1e-3, "lower"))
         risk = {"wrong": wrong / trials, "lower": lower, "alpha": alpha}
         yield {"kind": "risk", "classes": classes, **risk}
@@ -82,7 +87,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     verdicts = []
     for kind, rivals in SEPARATE.items():
         gains = {rival: gain(rows, kind, rival) for rival in rivals if rival != "rivals"}
-        labels = [gain_label(found) for found in gains.values()]
+        labels = [gain_label(one) for one in gains.values()]
         text = ", ".join(f"{g.signed} over {rival}" for rival, g in gains.items())
         beside = f"; {gain(rows, kind, 'rivals').signed} over rivals, which may choose it"
         full, partly = (set(labels) == {"reproduced"}, "reproduced" in labels)

@@ -66,8 +66,8 @@ def certificates(settings: Settings, context: Context) -> Iterator[Row]:
     ones = torch.ones(1, settings.dimension)
     for noise in NOISES:
         smooth = SmoothedClassifier(Multiples().eval(), settings.sigma, 2, noise=noise, seed=1)
-        found = smooth.certify(ones, n=settings.draws)
-        radius, answer = float(found.radius[0]), int(found.prediction[0])
+        certified = smooth.certify(ones, n=settings.draws)
+        radius, answer = float(certified.radius[0]), int(certified.prediction[0])
         inside = list(context.steps(points(settings, radius)))
         other = sum(int(smooth.predict(x, n=1000)[0]) not in (answer, -1) for x in inside)
         yield {"kind": "certificate", "noise": noise, "radius": radius, "answer": answer,
@@ -103,33 +103,41 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """Float: an answer that changes inside the radius. Grid: none. Cost: at most a tenth more, in the median."""
-    found = {r["noise"]: r for r in rows if r["kind"] == "certificate"}
+    by_noise = {r["noise"]: r for r in rows if r["kind"] == "certificate"}
     texts = {
         noise: f"radius {r['radius']:.3f} for class {r['answer']}, another at {r['other answers']} of {r['inside']} points inside"
-        for noise, r in found.items()
+        for noise, r in by_noise.items()
     }
     ratio = median(r["grid seconds"] / r["float seconds"] for r in rows if r["kind"] == "cost")
-    said = "our own claim"
-    right = found["grid"]["other answers"] == 0 and found["grid"]["inside"] > 0
+    claim = "our own claim"
+    right = by_noise["grid"]["other answers"] == 0 and by_noise["grid"]["inside"] > 0
     return (
-        Verdict(graded(found["float"]["other answers"] > 0), texts["float"], said, "float noise certifies wrongly"),
-        Verdict(graded(right), texts["grid"], said, "grid noise does not"),
-        Verdict(graded(ratio <= 1.1, ratio <= 1.5), f"votes take {ratio:.2f} times as long", said, "cost"),
+        Verdict(graded(by_noise["float"]["other answers"] > 0), texts["float"], claim, "float noise certifies wrongly"),
+        Verdict(graded(right), texts["grid"], claim, "grid noise does not"),
+        Verdict(graded(ratio <= 1.1, ratio <= 1.5), f"votes take {ratio:.2f} times as long", claim, "cost"),
     )  # fmt: skip
 
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Radii with the answers inside, and the time of votes."""
     figure, (left, right) = canvas(2, width=3.8)
-    found = [r for r in rows if r["kind"] == "certificate"]
+    matching = [r for r in rows if r["kind"] == "certificate"]
     bars = left.bar(
-        [r["noise"] for r in found], [r["radius"] for r in found], 0.6, color=COLOURS[:2], hatch=""
+        [r["noise"] for r in matching],
+        [r["radius"] for r in matching],
+        0.6,
+        color=COLOURS[:2],
+        hatch="",
     )
     left.bar_label(
-        bars, [f"{r['other answers']} of {r['inside']} answers differ" for r in found], fontsize=9
+        bars,
+        [f"{r['other answers']} of {r['inside']} answers differ" for r in matching],
+        fontsize=9,
     )
     left.set(
-        ylabel="certified radius", ylim=(0, 1.25 * max(r["radius"] for r in found)), xlabel="noise"
+        ylabel="certified radius",
+        ylim=(0, 1.25 * max(r["radius"] for r in matching)),
+        xlabel="noise",
     )
     cost = [r for r in rows if r["kind"] == "cost"]
     right.plot(

@@ -53,8 +53,8 @@ class Settings:
 def rows_of(name: str, sigma: float, settings: Settings, context: Context) -> Iterator[Row]:
     """One network at one σ: a row per method and ε."""
     images = load_dataset(str(context.file(settings.data)))
-    chosen = torch.linspace(0, len(images) - 1, settings.inputs + settings.calibration).long()
-    order = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))]
+    indices = torch.linspace(0, len(images) - 1, settings.inputs + settings.calibration).long()
+    order = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))]
     x, y = images.batch(order.tolist())
     model = load_factory(settings.networks[name], {"sigma": sigma}).to(context.device)
     classifier = SmoothedClassifier(model, sigma, 1000, seed=0)
@@ -125,4 +125,8 @@ EXPERIMENT = of_module(
     paper=Settings(Votes({}, smoothed.Sampling(10_000), temperatures=50, epsilons=RADII)),
     notes=("about 6 s an input and σ on a V100 in the thesis: an hour for each σ at 500 inputs",),
     needs=("imagenet-val",),
+    lacking=(
+        "it needs the ImageNet validation images as a folder `imagenet-val`, and a module `imagenet_networks` with a denoiser "
+        "before a vision transformer and with Salman's networks; none of them may be shipped"
+    ),
 )

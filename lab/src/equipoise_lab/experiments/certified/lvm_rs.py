@@ -83,10 +83,10 @@ class Settings:
         return map_grid(np.geomspace(0.01, 50, self.temperatures).tolist())
 
 
-def printed(chosen: SimplexMap, first: np.ndarray, second: np.ndarray, labels: np.ndarray, sigma: float,
+def printed(simplex: SimplexMap, first: np.ndarray, second: np.ndarray, labels: np.ndarray, sigma: float,
             alpha: float) -> smoothed.Rated:  # fmt: skip
     """The thesis' last step: two intervals at α each, whose variance is divided by n once too often (errata 8)."""
-    selection, scores = apply_map(chosen, first), apply_map(chosen, second)
+    selection, scores = apply_map(simplex, first), apply_map(simplex, second)
     n, top = scores.shape[1], selection.mean(axis=1).argmax(axis=1)
     mean, variance = scores.mean(axis=1).clip(0, 1), scores.var(axis=1, ddof=1) / n
     lower = empirical_bernstein(mean, variance, n, alpha, "lower")
@@ -110,12 +110,12 @@ def compare(
     alpha, n = settings.sampling.alpha, second.shape[1]
     counts = smoothed.votes(first), smoothed.votes(second)
     own = choose_map(first, n, sigma, alpha, grid=settings.grid, per_input=True)
-    each = [(chosen, slice(i, i + 1)) for i, chosen in enumerate(own)]
+    each = [(simplex, slice(i, i + 1)) for i, simplex in enumerate(own)]
 
-    def certified(chosen: SimplexMap, at: slice) -> smoothed.Rated:
+    def certified(simplex: SimplexMap, at: slice) -> smoothed.Rated:
         return smoothed.rated(
             smoothed.certify_logits(
-                chosen, first[at], second[at], sigma, alpha, procedure="rivals"
+                simplex, first[at], second[at], sigma, alpha, procedure="rivals"
             ),
             labels[at],
         )
@@ -167,11 +167,11 @@ def at_zero(rows: Sequence[Row], method: str, training: str = "noise") -> Row:
 
 def best(rows: Sequence[Row], method: str) -> str:
     """Certified accuracies at the published radii, the best over σ and training."""
-    found = [
+    matching = [
         max(r["accuracy"] for r in smoothed.pick(rows, method=method, epsilon=e))
         for e in (0.0, 0.25, 0.5, 0.75, 1.0)
     ]
-    return "/".join(f"{v:.1f}" for v in found)
+    return "/".join(f"{v:.1f}" for v in matching)
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -181,12 +181,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     paired over the inputs.
     """
     sigma = max(r["sigma"] for r in rows)
-    said = f"+{GAIN:.2f} for both parts together (σ = 1, ε = 0)"
+    claim = f"+{GAIN:.2f} for both parts together (σ = 1, ε = 0)"
     together = smoothed.gain_of(at_zero(rows, SOFT), COHEN)
     intervals = smoothed.gain_of(at_zero(rows, HARD), COHEN)
     cohen = at_zero(rows, COHEN)["accuracy"]
     text = f"σ = {sigma:g}, ε = 0: {together.signed} points over Cohen's {cohen:.1f} %"
-    verdicts = [Verdict(gain_label(together, GAIN), text, said, "both parts together")]
+    verdicts = [Verdict(gain_label(together, GAIN), text, claim, "both parts together")]
     for training in dict.fromkeys(r["training"] for r in rows):
         gain, own = (smoothed.gain_of(at_zero(rows, m, training), HARD) for m in (SOFT, OWN))
         moved = gain.high < GAIN / 2 and intervals.low > 0
@@ -200,14 +200,14 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
             f"the published cells; {at_zero(rows, SOFT, training)['map']}; {gain.seeds} inputs"
         )
         label = Label.CORRECTED if moved else gain_label(gain, GAIN)
-        verdicts.append(Verdict(label, text, said, f"soft over hard votes, trained {training}"))
+        verdicts.append(Verdict(label, text, claim, f"soft over hard votes, trained {training}"))
     text = (
         f"σ = {sigma:g}, ε = 0: {intervals.signed} points; best over σ: Cohen {best(rows, COHEN)}, hard votes "
         f"{best(rows, HARD)}, soft votes {best(rows, SOFT)}, as printed (no certificate) {best(rows, PRINTED)} %"
     )
     return (
         *verdicts,
-        Verdict(gain_label(intervals, GAIN), text, said, "several intervals over one"),
+        Verdict(gain_label(intervals, GAIN), text, claim, "several intervals over one"),
     )
 
 

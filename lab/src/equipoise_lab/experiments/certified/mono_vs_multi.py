@@ -40,13 +40,13 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         first, second = smoothed.counts(
             network.classifier(sigma), network.x, settings.sampling, context
         )
-        found = {
+        certificates = {
             m: certify_counts(first, second, sigma, settings.sampling.alpha, p)
             for m, p in PROCEDURES.items()
         }
-        row: Row = {m: float(c.radius.mean()) for m, c in found.items()}
+        row: Row = {m: float(c.radius.mean()) for m, c in certificates.items()}
         for name in ("R_mult", "R_mult, CPM"):
-            gap = mean_of((found[name].radius - found["R_mono"].radius).tolist())
+            gap = mean_of((certificates[name].radius - certificates["R_mono"].radius).tolist())
             row |= {f"{name} − R_mono": gap.value, f"{name} − R_mono ±": gap.half}
         n = second.sum(axis=1, keepdims=True)
         uniform = 1 / second.shape[1]

@@ -97,12 +97,12 @@ def certify(
     )
     maps = {
         m: classifier.calibrate(
-            network.calibration, n0=n0, n=n, alpha=alpha, lipschitz=known, grid=grid
+            network.calibration, n0=n0, n=n, alpha=alpha, lipschitz=constant, grid=grid
         )
-        for m, (grid, known) in grids.items()
+        for m, (grid, constant) in grids.items()
     }
     context.tell(
-        f"Lip(f) ≤ {bound:.3f}; " + ", ".join(f"{m}: {chosen}" for m, chosen in maps.items())
+        f"Lip(f) ≤ {bound:.3f}; " + ", ".join(f"{m}: {simplex}" for m, simplex in maps.items())
     )
     right: dict[str, list[smoothed.Bools]] = {m: [] for m in maps}
 
@@ -110,26 +110,29 @@ def certify(
         part: slice, first: smoothed.Floats, second: smoothed.Floats
     ) -> dict[str, smoothed.Rated]:
         y = network.y[part]
-        for m, chosen in maps.items():
-            right[m].append(apply_map(chosen, second).mean(axis=1).argmax(axis=1) == y)
+        for m, simplex in maps.items():
+            right[m].append(apply_map(simplex, second).mean(axis=1).argmax(axis=1) == y)
         return {
             m: rated(
                 smoothed.certify_logits(
-                    chosen, first, second, settings.sigma, alpha, grids[m][1], "rivals"
+                    simplex, first, second, settings.sigma, alpha, grids[m][1], "rivals"
                 ),
                 y,
             )
-            for m, chosen in maps.items()
+            for m, simplex in maps.items()
         }
 
-    found = smoothed.joined(
+    certified = smoothed.joined(
         block(*part) for part in smoothed.logits(classifier, network.x, settings.sampling, context)
     )
-    return {m: Certified(maps[m], found[m], np.concatenate(right[m])) for m in maps}
+    return {m: Certified(maps[m], certified[m], np.concatenate(right[m])) for m in maps}
 
 
 def attacked(
-    network: smoothed.Prepared, found: Mapping[str, Certified], settings: Settings, context: Context
+    network: smoothed.Prepared,
+    certified: Mapping[str, Certified],
+    settings: Settings,
+    context: Context,
 ) -> Iterator[tuple[str, float, smoothed.Bools]]:
     """(certified method, ε, inputs that were right and were not broken): an upper end of the robust accuracy."""
     y = torch.from_numpy(network.y)
@@ -138,12 +141,12 @@ def attacked(
     )
     for name in ATTACKS:
         classifier = network.classifier(settings.sigma).suited(1.0)
-        classifier.map = found[name].map
+        classifier.map = certified[name].map
         for epsilon in context.steps(settings.attacked):
             result = smooth_pgd(
                 classifier, network.x, y, epsilon, steps, draws=draws, check_draws=checks
             )
-            yield name, epsilon, found[name].right & ~result.success.cpu().numpy()
+            yield name, epsilon, certified[name].right & ~result.success.cpu().numpy()
             context.tell(f"attacked {name} at ε = {epsilon:g}")
 
 
@@ -151,21 +154,24 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and ε."""
     network = smoothed.prepared(settings.recipe, context)
     bound = constant(network)
-    found = certify(
+    certificates = certify(
         network, network.classifier(settings.sigma).suited(1.0), bound, settings, context
     )
     with torch.no_grad():
         plain = np.asarray(
             margin_radius(network.model(network.x), torch.from_numpy(network.y), bound)
         )
-    methods = {**{m: c.rated for m, c in found.items()}, PLAIN: smoothed.Rated(plain, plain > 0)}
+    methods = {
+        **{m: c.rated for m, c in certificates.items()},
+        PLAIN: smoothed.Rated(plain, plain > 0),
+    }
     shared = {"sigma": settings.sigma, "lipschitz": bound}
     for row in smoothed.curves(
         {m: methods[m] for m in CERTIFIED}, (MULTI, HARD, PLAIN), settings.epsilons
     ):
-        chosen = found.get(row["method"])
-        yield {**row, **shared, "map": str(chosen.map) if chosen else "none"}
-    for name, epsilon, withstood in attacked(network, found, settings, context):
+        own = certificates.get(row["method"])
+        yield {**row, **shared, "map": str(own.map) if own else "none"}
+    for name, epsilon, withstood in attacked(network, certificates, settings, context):
         broken = int((methods[name].hits(epsilon).astype(bool) & ~withstood).sum())
         yield {
             "method": ATTACKS[name], "epsilon": epsilon, "accuracy": 100 * float(withstood.mean()),
@@ -197,14 +203,14 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         )
         text = f"gain from {gains[worst].signed} (ε = {worst:g}) to {gains[best].signed} points (ε = {best:g})"
         label = (Label.CORRECTED if sure else Label.REFUTED) if rival == MULTI else graded(sure)
-        said = EXPERIMENT.published if rival == MULTI else "not claimed"
-        chosen = (
+        claim = EXPERIMENT.published if rival == MULTI else "not claimed"
+        compared = (
             f"{ours[0]['map']} against {smoothed.pick(rows, method=rival)[0]['map']}"
             if rival == MULTI
             else "σ = 0.12"
         )
-        text = f"{text}; {ours[0]['inputs']} inputs, {chosen}"
-        verdicts.append(Verdict(label, text, said, part, own=rival == PLAIN))
+        text = f"{text}; {ours[0]['inputs']} inputs, {compared}"
+        verdicts.append(Verdict(label, text, claim, part, own=rival == PLAIN))
     broken = sum(r.get("certified and broken") or 0 for r in rows)
     at = "/".join(f"{e:g}" for e in radii)
     text = f"{lines} % at ε = {at}; {broken} certified inputs broken"
@@ -229,8 +235,8 @@ def draw(rows: Sequence[Row]) -> Figure:
         [f"certified: {m}" for m in CERTIFIED],
     )
     for k, name in enumerate(ATTACKS.values(), start=len(CERTIFIED)):
-        found = smoothed.pick(rows, method=name)
-        line(axes, [r["epsilon"] for r in found], [r["accuracy"] for r in found], name, k)
+        matching = smoothed.pick(rows, method=name)
+        line(axes, [r["epsilon"] for r in matching], [r["accuracy"] for r in matching], name, k)
     axes.set(ylabel="accuracy (%)", ylim=(0, None))
     legend(axes)
     return figure

@@ -49,8 +49,13 @@ def risks(settings: Settings, context: Context) -> Iterator[Row]:
         trials = context.steps_of(settings.trials)
         first, second = generator.multinomial(100, p, trials), generator.multinomial(400, p, trials)
         for name in (*OTHERS, "rivals"):
-            found = certify_counts(first, second, 1.0, settings.alpha, name)
-            wrong = int(((found.selected != 0) & (found.radius > 0) | (found.radius > true)).sum())
+            certificates = certify_counts(first, second, 1.0, settings.alpha, name)
+            wrong = int(
+                (
+                    (certificates.selected != 0) & (certificates.radius > 0)
+                    | (certificates.radius > true)
+                ).sum()
+            )
             upper = float(clopper_pearson(wrong, trials, 1e-3, "upper"))
             lower = float(clopper_pearson(wrong, trials, 1e-3, "lower"))
             yield {"kind": "risk", "classes": classes, "method": name, "wrong": wrong / trials,
@@ -75,14 +80,17 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     risky = [r for r in rows if r["kind"] == "risk" and r["method"] == "rivals"]
     counted = ", ".join(f"{r['wrong']:.2%} (c = {r['classes']})" for r in risky)
     where = f"c = {worst['classes']}, p₁ = {worst['p1']:g}, n = {worst['n']}"
-    said = "our own claim"
+    claim = "our own claim"
     least = f"radius over the best of the others at least {min(ratios):.3f} ({where})"
     mean = f"mean radius over {len(points)} laws, relative to {gain}"
     risk = f"wrong certificates with all rivals level {counted}, at α = {risky[0]['alpha']:.0%}"
     return (
-        Verdict(graded(min(ratios) >= 0.99, min(ratios) >= 0.9), least, said, "never worse"),
+        Verdict(graded(min(ratios) >= 0.99, min(ratios) >= 0.9), least, claim, "never worse"),
         Verdict(
-            graded(all(total["rivals"] > total[m] for m in OTHERS)), mean, said, "larger on average"
+            graded(all(total["rivals"] > total[m] for m in OTHERS)),
+            mean,
+            claim,
+            "larger on average",
         ),
         Verdict(graded(all(r["lower"] <= r["alpha"] for r in risky)), risk, "at most α", "risk"),
     )
@@ -95,11 +103,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, panels = canvas(len(sizes) + 1, width=3.6)
     for axes, n in zip(panels, sizes, strict=False):
         for k, c in enumerate(sorted({r["classes"] for r in points})):
-            found = [r for r in points if (r["n"], r["classes"]) == (n, c)]
-            x = [r["p1"] + 0.006 * (k - 1.5) for r in found]
+            matching = [r for r in points if (r["n"], r["classes"]) == (n, c)]
+            x = [r["p1"] + 0.006 * (k - 1.5) for r in matching]
             axes.plot(
                 x,
-                [r["ratio"] for r in found],
+                [r["ratio"] for r in matching],
                 MARKERS[k],
                 color=COLOURS[k],
                 label=f"{c} classes",
@@ -119,12 +127,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     risky = [r for r in rows if r["kind"] == "risk"]
     last = panels[-1]
     for k, name in enumerate((*OTHERS, "rivals")):
-        found = [r for r in risky if r["method"] == name]
-        x = [i + 0.15 * (k - 1.5) for i in range(len(found))]
-        y = [100 * r["wrong"] for r in found]
+        matching = [r for r in risky if r["method"] == name]
+        x = [i + 0.15 * (k - 1.5) for i in range(len(matching))]
+        y = [100 * r["wrong"] for r in matching]
         ends = [
-            [100 * (r["wrong"] - r["lower"]) for r in found],
-            [100 * (r["upper"] - r["wrong"]) for r in found],
+            [100 * (r["wrong"] - r["lower"]) for r in matching],
+            [100 * (r["upper"] - r["wrong"]) for r in matching],
         ]
         last.errorbar(
             x,

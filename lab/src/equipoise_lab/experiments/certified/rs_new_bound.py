@@ -41,8 +41,8 @@ PUBLISHED_TABLE = {
 
 def sandwich(base: Mapping[str, Any], builder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The base recipe with a 5-Lipschitz Sandwich network, trained under noise σ = 0.4."""
-    chosen = {**arguments, "constant": LIPSCHITZ}
-    model = {"factory": f"equipoise_lab.models:{builder}", "arguments": chosen}
+    options = {**arguments, "constant": LIPSCHITZ}
+    model = {"factory": f"equipoise_lab.models:{builder}", "arguments": options}
     change = {
         "optimizer": {"kind": "adam", "lr": 0.01},
         "schedule": {"kind": "one-cycle", "warmup": 0.3},
@@ -92,15 +92,17 @@ def radii(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, settings: Settings, sigma: float
 ) -> dict[str, smoothed.Rated]:
     """The smoothed methods on the same draws: bounds of the r-simplex scores, then R = margin/(√2·Lip(F̃))."""
-    chosen = SimplexMap("sparsemax", 1.0, settings.mass)
-    found = smoothed.certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
-    r, correct = settings.mass, found.selected == labels
-    low, up = r * found.p_lower, r * found.p_upper
-    component = chosen.component_lipschitz(LIPSCHITZ, second.shape[-1]) * chosen.mass
+    simplex = SimplexMap("sparsemax", 1.0, settings.mass)
+    certificates = smoothed.certify_logits(simplex, first, second, sigma, settings.sampling.alpha)
+    r, correct = settings.mass, certificates.selected == labels
+    low, up = r * certificates.p_lower, r * certificates.p_upper
+    component = simplex.component_lipschitz(LIPSCHITZ, second.shape[-1]) * simplex.mass
     every = {
         METHODS[1]: radius_weak_global(low, up, sigma, mass=r),
         METHODS[2]: radius_weak_global(low, up, sigma, LIPSCHITZ, mass=r),
-        STRONG: radius_multi_lipschitz(found.p_lower, found.p_upper, sigma, component / r),
+        STRONG: radius_multi_lipschitz(
+            certificates.p_lower, certificates.p_upper, sigma, component / r
+        ),
     }
     return {name: smoothed.Rated(radius, correct & (radius > 0)) for name, radius in every.items()}
 
@@ -141,15 +143,15 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     )
     verdicts = []
     for rival in METHODS[:2]:
-        found = [smoothed.gain_of(r, rival) for r in ours]
+        gains = [smoothed.gain_of(r, rival) for r in ours]
         effects = PUBLISHED_GAINS[rival]
         mean = Mean(
-            sum(g.value for g in found) / len(found),
-            sum(g.half for g in found) / len(found),
+            sum(g.value for g in gains) / len(gains),
+            sum(g.half for g in gains) / len(gains),
             ours[0]["inputs"],
         )
         label = gain_label(mean, sum(effects) / len(effects))
-        each = ", ".join(g.signed for g in found)
+        each = ", ".join(g.signed for g in gains)
         text = f"{mean.signed} points on average ({mean.seeds} inputs); {lines} %, gain {each}"
         verdicts.append(Verdict(label, text, "/".join(f"+{e:g}" for e in effects), f"over {rival}"))
     return (*verdicts, identity_verdict(ours[0]))

@@ -56,22 +56,22 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         )
         for name in SOFT:
             for t in context.steps(settings.temperatures):
-                chosen = SimplexMap(name, t)  # type: ignore[arg-type]
+                simplex = SimplexMap(name, t)  # type: ignore[arg-type]
                 yield from rows_of(
                     name,
                     t,
-                    smoothed.certify_logits(chosen, first, second, sigma, alpha).radius,
+                    smoothed.certify_logits(simplex, first, second, sigma, alpha).radius,
                     part.start,
                 )
 
 
 def table(rows: Sequence[Row]) -> dict[tuple[str, float], np.ndarray]:
     """Radii by map and temperature, in the order of the inputs."""
-    found: dict[tuple[str, float], list[tuple[int, float]]] = {}
+    radii: dict[tuple[str, float], list[tuple[int, float]]] = {}
     for r in rows:
-        found.setdefault((r["map"], r["temperature"]), []).append((r["input"], r["radius"]))
+        radii.setdefault((r["map"], r["temperature"]), []).append((r["input"], r["radius"]))
     return {
-        key: np.array([radius for _, radius in sorted(values)]) for key, values in found.items()
+        key: np.array([radius for _, radius in sorted(values)]) for key, values in radii.items()
     }
 
 
@@ -80,28 +80,28 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
 
     The best map and temperature are chosen on the inputs with even numbers and compared on the others; T = 1 stands beside.
     """
-    found = table(rows)
-    soft = {key: radius for key, radius in found.items() if key[0] in SOFT}
+    radii = table(rows)
+    soft = {key: radius for key, radius in radii.items() if key[0] in SOFT}
     name, t = max(soft, key=lambda key: float(soft[key][::2].mean()))
     temperatures = sorted({key[1] for key in soft})
     inner = [radius for (_, at), radius in soft.items() if temperatures[0] < at < temperatures[-1]]
-    above = np.max(inner, axis=0) > found[HARD, 0.0]
-    chosen = soft[name, t][1::2]
+    above = np.max(inner, axis=0) > radii[HARD, 0.0]
+    ends = soft[name, t][1::2]
     gains = {
-        h: mean_of((chosen - found[h, 0.0][1::2]).tolist()) for h in (HARD, HARD_BERNSTEIN, COHEN)
+        h: mean_of((ends - radii[h, 0.0][1::2]).tolist()) for h in (HARD, HARD_BERNSTEIN, COHEN)
     }
     near = min(temperatures, key=lambda at: abs(np.log(at)))
-    fixed = mean_of((soft[name, near] - found[HARD, 0.0]).tolist())
+    fixed = mean_of((soft[name, near] - radii[HARD, 0.0]).tolist())
     shown = ", ".join(f"{g.value:+.4f} ± {g.half:.4f} over {h}" for h, g in gains.items())
     edge = "" if temperatures[0] < t < temperatures[-1] else ", the end of the grid"
-    mean = f"{name} at T = {t:g}{edge}: mean radius {chosen.mean():.4f}, {shown}"
+    mean = f"{name} at T = {t:g}{edge}: mean radius {ends.mean():.4f}, {shown}"
     mean += f"; T = {near:g}: {fixed.value:+.4f} ± {fixed.half:.4f}"
     exists = f"an interior T has the larger radius at {int(above.sum())} of {len(above)} inputs"
     return (
         Verdict(graded(bool(above.any())), exists, EXPERIMENT.published, "exists"),
         Verdict(
             gain_label(gains[HARD]),
-            f"{mean} ({len(chosen)} held-out inputs)",
+            f"{mean} ({len(ends)} held-out inputs)",
             "not claimed",
             "on average",
             own=True,
@@ -111,21 +111,21 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Mean radius over the temperature for both soft maps, hardmax as lines; right: the input where soft votes gain most."""
-    found = table(rows)
+    radii = table(rows)
     figure, axes = canvas(columns=2, width=4.4, height=3.4)
-    best = {key: radius for key, radius in found.items() if key[0] in SOFT}
-    gain = np.max(list(best.values()), axis=0) - found[HARD, 0.0]
+    best = {key: radius for key, radius in radii.items() if key[0] in SOFT}
+    gain = np.max(list(best.values()), axis=0) - radii[HARD, 0.0]
     one = int(gain.argmax())
     for panel, of, title in (
         (axes[0], lambda r: float(r.mean()), f"mean over {len(gain)} inputs"),
         (axes[1], lambda r: float(r[one]), f"input {one}, where soft votes gain most"),
     ):
         for k, name in enumerate(SOFT):
-            ts = sorted(t for n, t in found if n == name)
-            line(panel, ts, [of(found[name, t]) for t in ts], name, k)
+            ts = sorted(t for n, t in radii if n == name)
+            line(panel, ts, [of(radii[name, t]) for t in ts], name, k)
         for k, name in enumerate((HARD, HARD_BERNSTEIN, COHEN), 2):
             ends = [min(t for _, t in best), max(t for _, t in best)]
-            line(panel, ends, [of(found[name, 0.0])] * 2, name, k, marker="")
+            line(panel, ends, [of(radii[name, 0.0])] * 2, name, k, marker="")
         panel.set(xscale="log", xlabel="temperature T", ylabel="certified radius", title=title)
         panel.title.set_fontsize(9)
     legend(axes[0], shared=True)

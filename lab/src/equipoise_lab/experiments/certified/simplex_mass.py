@@ -40,11 +40,17 @@ def radii(
     """
     result = {}
     for r in settings.masses:
-        chosen = SimplexMap("sparsemax", 1.0, r)
-        found = smoothed.certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
-        constant = chosen.component_lipschitz(LIPSCHITZ, second.shape[-1]) * chosen.mass
-        radius = radius_weak(r * found.p_lower, r * found.p_upper, sigma, constant, mass=r)
-        result[f"r = {r:g}"] = smoothed.Rated(radius, (found.selected == labels) & (radius > 0))
+        simplex = SimplexMap("sparsemax", 1.0, r)
+        certificates = smoothed.certify_logits(
+            simplex, first, second, sigma, settings.sampling.alpha
+        )
+        constant = simplex.component_lipschitz(LIPSCHITZ, second.shape[-1]) * simplex.mass
+        radius = radius_weak(
+            r * certificates.p_lower, r * certificates.p_upper, sigma, constant, mass=r
+        )
+        result[f"r = {r:g}"] = smoothed.Rated(
+            radius, (certificates.selected == labels) & (radius > 0)
+        )
     return result
 
 
@@ -87,8 +93,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Certified accuracy over ε for every mass."""
     figure, (axes,) = canvas(width=5.4, height=3.6)
     for k, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
-        found = smoothed.pick(rows, method=name)
-        x, y = [r["epsilon"] for r in found], [r["accuracy"] for r in found]
+        matching = smoothed.pick(rows, method=name)
+        x, y = [r["epsilon"] for r in matching], [r["accuracy"] for r in matching]
         line(axes, x, y, f"{name} (usual)" if name == USUAL else name, k, markevery=3)
     axes.set(xlabel="ℓ2 radius ε", ylabel="certified accuracy (%)", ylim=(0, None))
     legend(axes)

@@ -59,8 +59,8 @@ def certified(result: Result, epsilons: Sequence[float]) -> dict[float, float]:
         x, y = test.batch(positions)
         with torch.no_grad():
             metric.update(network(x.to(device)).cpu(), y, bound)
-    found: dict[float, float] = metric.compute()["certified"]
-    return found
+    shares: dict[float, float] = metric.compute()["certified"]
+    return shares
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
@@ -85,12 +85,12 @@ def measured(
         "data": {"path": data},
         "batch_size": 8 if context.dry else settings.batch,
     }
-    found = certified(train(merged(settings.recipe, change), context, seed), settings.epsilons)
+    shares = certified(train(merged(settings.recipe, change), context, seed), settings.epsilons)
     context.tell(
         f"{data} {size} seed {seed} {rescaling}: "
-        + " ".join(f"{100 * v:.1f}" for v in found.values())
+        + " ".join(f"{100 * v:.1f}" for v in shares.values())
     )
-    for epsilon, share in found.items():
+    for epsilon, share in shares.items():
         at = {"data": data, "size": size, "seed": seed, "rescaling": rescaling}
         yield {**at, "epsilon": epsilon, "certified": 100 * share}
 
@@ -99,12 +99,12 @@ def values(
     rows: Sequence[Row], group: tuple[str, str], rescaling: str, epsilon: float
 ) -> list[float]:
     """The seeds' figures of one cell of the table."""
-    found = [
+    matching = [
         r
         for r in rows
         if (r["data"], r["size"], r["rescaling"], r["epsilon"]) == (*group, rescaling, epsilon)
     ]
-    return [r["certified"] for r in sorted(found, key=lambda r: r["seed"])]
+    return [r["certified"] for r in sorted(matching, key=lambda r: r["seed"])]
 
 
 def gains(rows: Sequence[Row]) -> dict[tuple[str, str], dict[float, Mean]]:
@@ -124,10 +124,10 @@ def gains(rows: Sequence[Row]) -> dict[tuple[str, str], dict[float, Mean]]:
 def mean_gain(rows: Sequence[Row], group: tuple[str, str]) -> tuple[Mean, float]:
     """SR − AOL, averaged over the radii at which anything is certified, seed by seed; and the published one."""
     table = dict(zip(sorted({r["epsilon"] for r in rows}), PUBLISHED_GAINS, strict=True))
-    found = {e: [values(rows, group, r, e) for r in ("sr", "aol")] for e in table}
-    kept = [e for e, cells in found.items() if min(map(max, cells)) >= 1]
-    seeds = range(len(found[kept[0]][0]))
-    gain = [sum(found[e][0][k] - found[e][1][k] for e in kept) / len(kept) for k in seeds]
+    pairs = {e: [values(rows, group, r, e) for r in ("sr", "aol")] for e in table}
+    kept = [e for e, cells in pairs.items() if min(map(max, cells)) >= 1]
+    seeds = range(len(pairs[kept[0]][0]))
+    gain = [sum(pairs[e][0][k] - pairs[e][1][k] for e in kept) / len(kept) for k in seeds]
     return mean_of(gain), sum(table[e] for e in kept) / len(kept)
 
 
@@ -138,15 +138,15 @@ def judge(rows: Sequence[Row]) -> Verdict:
     """
     texts, labels = [], []
     for group, by_epsilon in gains(rows).items():
-        gain, said = mean_gain(rows, group)
-        labels.append(gain_label(gain, said))
+        gain, claim = mean_gain(rows, group)
+        labels.append(gain_label(gain, claim))
         tables = {
             r: [mean_of(values(rows, group, r, e)).value for e in by_epsilon] for r in RESCALINGS
         }
         lines = " → ".join("/".join(f"{v:.2f}" for v in tables[r]) for r in RESCALINGS)
         each = ", ".join(g.signed for g in by_epsilon.values())
         texts.append(
-            f"{group[1]}: {gain.signed} points on average, published {said:+.2f}; {lines} %, gain {each} ({gain.seeds} seeds)"
+            f"{group[1]}: {gain.signed} points on average, published {claim:+.2f}; {lines} %, gain {each} ({gain.seeds} seeds)"
         )
     return Verdict(combined(labels), "; ".join(texts), EXPERIMENT.published)
 

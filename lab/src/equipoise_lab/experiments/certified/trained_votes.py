@@ -89,9 +89,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             for part, first, second in logits(
                 network.classifier(level), x, settings.sampling, context
             ):
-                for name, found in rate(first, second, level, settings.sampling.alpha).items():
+                for name, certified in rate(first, second, level, settings.sampling.alpha).items():
                     parts.setdefault(name, []).append(
-                        Rated(found.radius, found.prediction == labels[part])
+                        Rated(certified.radius, certified.prediction == labels[part])
                     )
         methods = {PROVED: Rated(proved, proved > 0)} | {n: _joined(p) for n, p in parts.items()}
         for row in curves(methods, (COHEN, RIVALS, PROVED), settings.epsilons):
@@ -177,8 +177,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, panels = canvas(len(recipes), width=4.6 * len(recipes), height=3.6)
     for axes, recipe in zip(panels, recipes, strict=True):
         for k, name in enumerate(METHODS):
-            found = pick(rows, recipe=recipe, method=name)
-            line(axes, [r["epsilon"] for r in found], [r["accuracy"] for r in found], name, k)
+            matching = pick(rows, recipe=recipe, method=name)
+            line(axes, [r["epsilon"] for r in matching], [r["accuracy"] for r in matching], name, k)
         axes.set(
             xlabel="ℓ2 radius ε", ylabel="certified accuracy (%)", ylim=(0, None), title=recipe
         )

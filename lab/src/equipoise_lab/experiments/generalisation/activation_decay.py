@@ -52,13 +52,13 @@ SWEEP: Variants = {
 }
 
 
-def chosen(*names: str) -> Variants:
+def variants_named(*names: str) -> Variants:
     """Some of the sweep."""
     return {name: SWEEP[name] for name in names}
 
 
 #: the arms that decide the claims about MLPs, in the order in which they are trained
-DECIDING = chosen("baseline", "AD", "dropout", "weight decay", "AD + weight decay")
+DECIDING = variants_named("baseline", "AD", "dropout", "weight decay", "AD + weight decay")
 
 
 def perceptron(data: str, widths: list[int], epochs: int, **options: object) -> Plain:
@@ -268,7 +268,7 @@ EXPERIMENTS = (
         claims=MLP_CLAIMS,
         laptop=Settings(
             perceptron("cifar10.npz", [128] * 3, 10, **SMALL),
-            chosen("baseline", "AD", "dropout"),
+            variants_named("baseline", "AD", "dropout"),
             seeds=2,
         ),
         desk=Settings(perceptron("cifar10-full.npz", [512] * 3, 60), DECIDING, seeds=3),

@@ -57,11 +57,16 @@ def measured(
     part = build_data(result.recipe.data).train
     x, y = part.batch(torch.arange(min(settings.inputs, len(part))))
     products = max(6, context.steps_of(settings.products))
-    found = trace(LossHessian(result.model.eval(), "ce", (x, y)), products=products, seed=seed)
+    estimate = trace(LossHessian(result.model.eval(), "ce", (x, y)), products=products, seed=seed)
     context.tell(
-        f"σ = {sigma:g}, seed {seed}: {result.final['accuracy']:.4f}, trace {found.value:.1f}"
+        f"σ = {sigma:g}, seed {seed}: {result.final['accuracy']:.4f}, trace {estimate.value:.1f}"
     )
-    yield {"sigma": sigma, "seed": seed, "accuracy": result.final["accuracy"], "trace": found.value}
+    yield {
+        "sigma": sigma,
+        "seed": seed,
+        "accuracy": result.final["accuracy"],
+        "trace": estimate.value,
+    }
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
@@ -99,16 +104,18 @@ def main_share(rows: Sequence[Row]) -> float:
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """At 30 % wrong labels and the σ with the best mean: a point more accuracy, and a tenth less trace, apart."""
     share = main_share(rows)
-    found = {sigma: [mean_of(v) for v in gains(rows, sigma, share)] for sigma in swept(rows, share)}
+    averages = {
+        sigma: [mean_of(v) for v in gains(rows, sigma, share)] for sigma in swept(rows, share)
+    }
     verdicts = []
     for k, (part, least, unit) in enumerate(
         (("accuracy", POINT, "points"), ("trace", TENTH, "% less"))
     ):
-        best = max(found, key=lambda sigma: found[sigma][k].value)
-        text = ", ".join(f"σ = {sigma:g}: {means[k].signed}" for sigma, means in found.items())
-        label = gain_label(found[best][k], least)
-        said = f"{EXPERIMENT.published}; {least:g} {unit} is taken as the least"
-        verdicts.append(Verdict(label, f"{text} {unit} at {share:.0%} wrong labels", said, part))
+        best = max(averages, key=lambda sigma: averages[sigma][k].value)
+        text = ", ".join(f"σ = {sigma:g}: {means[k].signed}" for sigma, means in averages.items())
+        label = gain_label(averages[best][k], least)
+        claim = f"{EXPERIMENT.published}; {least:g} {unit} is taken as the least"
+        verdicts.append(Verdict(label, f"{text} {unit} at {share:.0%} wrong labels", claim, part))
     return tuple(verdicts)
 
 

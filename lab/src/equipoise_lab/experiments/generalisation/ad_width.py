@@ -34,8 +34,10 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """Baseline and activation decay at every width."""
     for width in context.steps(settings.widths):
         base = perceptron(settings.data, [width] * 2, settings.epochs, **settings.options)
-        chosen = Comparison(base, {"baseline": {}, "AD": {"regularizers": [AD]}}, settings.seeds)
-        for row in compare(chosen, context, f"width {width}, "):
+        comparison = Comparison(
+            base, {"baseline": {}, "AD": {"regularizers": [AD]}}, settings.seeds
+        )
+        for row in compare(comparison, context, f"width {width}, "):
             yield {"width": width, **row}
 
 
@@ -51,9 +53,9 @@ def by_width(rows: Sequence[Row]) -> dict[int, list[float]]:
 
 def judge(rows: Sequence[Row]) -> Verdict:
     """Improves at every width: each interval against the gain printed for the deeper MLP."""
-    found: dict[int, Mean] = {w: mean_of(gains) for w, gains in by_width(rows).items()}
-    text = ", ".join(f"{w}: {g.signed}" for w, g in found.items())
-    label = combined([gain_label(g, GAIN) for g in found.values()])
+    means: dict[int, Mean] = {w: mean_of(gains) for w, gains in by_width(rows).items()}
+    text = ", ".join(f"{w}: {g.signed}" for w, g in means.items())
+    label = combined([gain_label(g, GAIN) for g in means.values()])
     return Verdict(label, f"gain in points by width {text}", EXPERIMENT.published)
 
 

@@ -114,8 +114,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, (key, name) in enumerate(
         (("measured", "top eigenvalue, last layer"), ("bound", "H·erf(ε/(√2Hσ))"))
     ):
-        found = means(rows, key)
-        line(axes, list(found), list(found.values()), name, k)
+        averages = means(rows, key)
+        line(axes, list(averages), list(averages.values()), name, k)
         line(
             axes, [r["sigma"] for r in rows], [r[key] for r in rows], "", k, linestyle="", alpha=0.4
         )

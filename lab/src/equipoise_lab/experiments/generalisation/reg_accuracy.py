@@ -106,13 +106,13 @@ def regularized(kind: str, penalty: str, weight: float = 0.1) -> dict[str, objec
         "iterations": 6,
         "only": "Conv2d",
     }
-    chosen: dict[str, dict[str, object]] = {
+    variants: dict[str, dict[str, object]] = {
         "ours": gram,
         "Ryu": {"kind": "ryu"},
         "Singla": {"kind": "singla"},
         "Araujo": {"kind": "araujo"},
     }
-    return {"regularizers": [{**chosen[kind], "penalty": penalty, "weight": weight}]}
+    return {"regularizers": [{**variants[kind], "penalty": penalty, "weight": weight}]}
 
 
 WEIGHT_DECAY: dict[str, object] = {
@@ -197,9 +197,10 @@ def precondition(rows: Sequence[Row]) -> Precondition:
 
 def by_seed(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Seconds of an epoch by variant, for every seed."""
-    found = by_variant(rows, "seconds per epoch")
+    seconds = by_variant(rows, "seconds per epoch")
     return [
-        {name: values[k] for name, values in found.items()} for k in range(len(found["baseline"]))
+        {name: values[k] for name, values in seconds.items()}
+        for k in range(len(seconds["baseline"]))
     ]
 
 

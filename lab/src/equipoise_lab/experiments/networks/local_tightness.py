@@ -97,7 +97,7 @@ def random_row(name: str, r: float, settings: Settings, context: Context) -> Ite
     """One network and radius."""
     layers, centre = random_layers(name, context)
     start = time.process_time()
-    found = local_lipschitz(
+    bound = local_lipschitz(
         dense(layers),
         centre,
         r * math.sqrt(5),
@@ -106,7 +106,7 @@ def random_row(name: str, r: float, settings: Settings, context: Context) -> Ite
     )
     prototype, published = TABLE[name, r]
     yield {
-        "part": "random", "network": name, "radius": r, "upper": float(found.upper), "attack": float(found.lower),
+        "part": "random", "network": name, "radius": r, "upper": float(bound.upper), "attack": float(bound.lower),
         "prototype": prototype, "ECLipsE-Gen-Local": published, "cpu seconds": round(time.process_time() - start, 2),
     }  # fmt: skip
 
@@ -143,7 +143,7 @@ def mnist_row(i: int, *, linf: bool, context: Context) -> Iterator[Row]:
         both = (
             certified_radius(net, x, label, norm="linf", effort=e) for e in ("relaxation", "auto")
         )
-        row["linf crown"], row["linf radius"] = (float(found.radius) for found in both)
+        row["linf crown"], row["linf radius"] = (float(bound.radius) for bound in both)
         evaluated = certified_radius(
             net, x, label, effort="relaxation", deployed="float32"
         ).deployed
@@ -243,7 +243,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         "resnet": _resnet,
     }
     by = {part: [r for r in rows if r["part"] == part] for part in PARTS}
-    return tuple(judges[part](found) for part, found in by.items() if found)
+    return tuple(judges[part](matching) for part, matching in by.items() if matching)
 
 
 def _random(rows: Sequence[Row]) -> Verdict:
@@ -339,10 +339,10 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Radii of everything against those of the relaxation alone, image by image."""
     figure, (axes,) = canvas(width=4.6, height=4.2)
     for part, mark in (("mnist", "o"), ("fashion", "s")):
-        found = [r for r in rows if r["part"] == part and r["crown"] > 0]
+        matching = [r for r in rows if r["part"] == part and r["crown"] > 0]
         axes.plot(
-            [r["crown"] for r in found],
-            [r["radius"] for r in found],
+            [r["crown"] for r in matching],
+            [r["radius"] for r in matching],
             mark,
             markersize=4,
             label=part,

@@ -77,8 +77,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             x, _ = data.batch(range(1 if context.dry else settings.inputs))
             model = export(result.model.eval(), x[:1])
             report = lipschitz_bound(model, x[:1])
-            found = local_lipschitz(model, x, settings.radius, steps=steps).lower
-            maxima = torch.as_tensor(found).flatten()
+            bounds = local_lipschitz(model, x, settings.radius, steps=steps).lower
+            maxima = torch.as_tensor(bounds).flatten()
             local, largest = float(maxima.mean()), float(maxima.max())
             context.tell(
                 f"{name}, σ = {sigma}: local {local:.3g} (largest {largest:.3g}), "
@@ -133,15 +133,19 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Both constants against σ."""
     figure, (axes,) = canvas(width=7.2, height=4.6)
     for k, name in enumerate(dict.fromkeys(r["network"] for r in rows)):
-        found = [r for r in rows if r["network"] == name]
-        x = [r["sigma"] for r in found]
+        matching = [r for r in rows if r["network"] == name]
+        x = [r["sigma"] for r in matching]
         line(
-            axes, x, [r["local"] for r in found], f"{name}, local (mean of the maxima found)", 2 * k
+            axes,
+            x,
+            [r["local"] for r in matching],
+            f"{name}, local (mean of the maxima found)",
+            2 * k,
         )
         line(
             axes,
             x,
-            [math.exp(min(r["log product"], 600)) for r in found],
+            [math.exp(min(r["log product"], 600)) for r in matching],
             f"{name}, product bound",
             2 * k + 1,
         )

@@ -88,17 +88,17 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, (axes,) = canvas(width=5.4)
     names = [row["network"] for row in rows]
     for k, key in enumerate(("product", "fused")):
-        found = ratios(rows, key)
+        measured = ratios(rows, key)
         x = [i + 0.4 * k for i in range(len(names))]
         bars = axes.bar(
-            x, [found[n] for n in names], 0.38, color=COLOURS[k], label=key, hatch=("", "//")[k]
+            x, [measured[n] for n in names], 0.38, color=COLOURS[k], label=key, hatch=("", "//")[k]
         )
         axes.bar_label(bars, fmt="%.2g", fontsize=8)
-    known = {name: value for name, value in PUBLISHED_TABLE.items() if name in names}
+    printed = {name: value for name, value in PUBLISHED_TABLE.items() if name in names}
     published(
         axes,
-        [names.index(n) for n in known],
-        list(known.values()),
+        [names.index(n) for n in printed],
+        list(printed.values()),
         "published (product, ImageNet weights)",
     )
     axes.axhline(1, color="0.3", linewidth=0.8)

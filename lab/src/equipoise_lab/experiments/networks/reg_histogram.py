@@ -46,12 +46,12 @@ class Settings:
 def norms(model: nn.Module, size: int = 32) -> dict[str, float]:
     """Certified upper end of every convolution's norm on the image it sees."""
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    seen = input_shapes(model, {**convolutions}, torch.zeros(1, 3, size, size))
-    found = {
-        name: spectral_norm(m, input_size=seen[name][1:], rtol=1e-3)
+    shapes = input_shapes(model, {**convolutions}, torch.zeros(1, 3, size, size))
+    brackets = {
+        name: spectral_norm(m, input_size=shapes[name][1:], rtol=1e-3)
         for name, m in convolutions.items()
     }
-    return {name: float(bracket.upper) for name, bracket in found.items()}
+    return {name: float(bracket.upper) for name, bracket in brackets.items()}
 
 
 def measured(name: str, settings: Settings, context: Context) -> Iterator[Row]:
@@ -66,9 +66,9 @@ def measured(name: str, settings: Settings, context: Context) -> Iterator[Row]:
     result = train(merged(settings.recipe, settings.methods[name]), context, each_epoch=record)
     accuracy = result.final["accuracy"]
     context.tell(f"{name}: accuracy {accuracy:.3f}")
-    for epoch, found in recorded.items():
+    for epoch, layers in recorded.items():
         at = {"method": name, "epoch": epoch, "accuracy": accuracy}
-        yield from ({**at, "layer": layer, "norm": norm} for layer, norm in found.items())
+        yield from ({**at, "layer": layer, "norm": norm} for layer, norm in layers.items())
 
 
 def at_the_end(rows: Sequence[Row]) -> list[Row]:
@@ -137,9 +137,9 @@ def draw(rows: Sequence[Row]) -> Figure:
             for epoch in epochs
         ]
         line(beside, epochs, largest, method, k)
-        found = [r["norm"] for r in at_the_end(rows) if r["method"] == method]
-        spread = [k + 0.5 * (i / max(len(found) - 1, 1) - 0.5) for i in range(len(found))]
-        axes.plot(spread, found, MARKERS[k], color=COLOURS[k], markersize=4, alpha=0.8)
+        norms = [r["norm"] for r in at_the_end(rows) if r["method"] == method]
+        spread = [k + 0.5 * (i / max(len(norms) - 1, 1) - 0.5) for i in range(len(norms))]
+        axes.plot(spread, norms, MARKERS[k], color=COLOURS[k], markersize=4, alpha=0.8)
     axes.axhline(1, color="0.3", linewidth=0.8)
     axes.set_xticks(range(len(methods)), methods, rotation=20, ha="right")
     axes.set(ylabel="spectral norm of each convolution", yscale="log")

@@ -113,9 +113,9 @@ def _trained(
     violations, worst, steps = 0, 0.0, context.steps_of(settings.steps)
     proved = 0.0
     for _ in range(steps):
-        chosen = torch.randint(len(x), (settings.batch,), generator=generator)
+        indices = torch.randint(len(x), (settings.batch,), generator=generator)
         model.zero_grad()
-        nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
         for optimizer in optimizers:
             optimizer.step()
         control.step()
@@ -171,10 +171,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     controls = list(dict.fromkeys(r["control"] for r in rows))
     names = list(dict.fromkeys(r["optimizer"] for r in rows))
     for k, control in enumerate(controls):
-        found = [r for r in rows if r["control"] == control]
-        places = [names.index(r["optimizer"]) + 0.2 * k for r in found]
-        left.bar(places, [100 * r["violations"] / r["checks"] for r in found], 0.2, label=control)
-        right.bar(places, [100 * max(r["worst"], 0) for r in found], 0.2)
+        matching = [r for r in rows if r["control"] == control]
+        places = [names.index(r["optimizer"]) + 0.2 * k for r in matching]
+        left.bar(
+            places, [100 * r["violations"] / r["checks"] for r in matching], 0.2, label=control
+        )
+        right.bar(places, [100 * max(r["worst"], 0) for r in matching], 0.2)
     for axes in (left, right):
         axes.set_xticks([i + 0.3 for i in range(len(names))], names)
     left.set(ylabel="norms above R(1 + 10⁻³) (%)")

@@ -28,8 +28,8 @@ def layers(settings: Settings, W: Tensor) -> dict[str, Any]:
     plain = nn.Linear(W.shape[1], W.shape[0], bias=False, dtype=torch.float64)
     with torch.no_grad():
         plain.weight.copy_(W)
-    found: dict[str, Any] = {"SN": SNLinear.from_plain(plain), "AOL": AOLLinear.from_plain(plain)}
-    return found | {f"SR, t = {t}": SRLinear.from_plain(plain, t=t) for t in settings.profile}
+    methods: dict[str, Any] = {"SN": SNLinear.from_plain(plain), "AOL": AOLLinear.from_plain(plain)}
+    return methods | {f"SR, t = {t}": SRLinear.from_plain(plain, t=t) for t in settings.profile}
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
@@ -82,19 +82,19 @@ def draw(rows: Sequence[Row]) -> Figure:
     for axes, shape in zip(panels, shapes, strict=False):
         profile = [r for r in rows if r["what"] == "profile" and r["shape"] == shape]
         for k, method in enumerate(dict.fromkeys(r["method"] for r in profile)):
-            found = [r for r in profile if r["method"] == method]
+            matching = [r for r in profile if r["method"] == method]
             line(
                 axes,
-                [r["index"] for r in found],
-                [r["value"] for r in found],
+                [r["index"] for r in matching],
+                [r["value"] for r in matching],
                 method,
                 k,
                 markevery=4,
             )
         axes.set(xlabel="index i", ylabel="σᵢ / σ₁", title=shape)
     for k, shape in enumerate(shapes):
-        found = [r for r in rows if r["what"] == "norm" and r["shape"] == shape]
-        line(panels[2], [r["index"] for r in found], [r["value"] for r in found], shape, k)
+        matching = [r for r in rows if r["what"] == "norm" and r["shape"] == shape]
+        line(panels[2], [r["index"] for r in matching], [r["value"] for r in matching], shape, k)
     panels[2].axhline(1, color="0.3", linewidth=0.8)
     panels[2].set(xlabel="t", ylabel="largest singular value after SR")
     legend(panels[0], shared=True)

@@ -87,19 +87,19 @@ def draw(rows: Sequence[Row]) -> Figure:
     curves = [row for row in rows if row["what"] == "factor"]
     steps = sorted({row["t"] for row in curves})
     for k, t in enumerate(steps):
-        found = [row for row in curves if row["t"] == t and math.isfinite(row["published"])]
+        matching = [row for row in curves if row["t"] == t and math.isfinite(row["published"])]
         line(
             left,
-            [r["n0"] for r in found],
-            [r["published"] for r in found],
+            [r["n0"] for r in matching],
+            [r["published"] for r in matching],
             f"published, t = {t}",
             k,
         )
-    found = [row for row in curves if row["t"] == steps[0] and math.isfinite(row["cosine"])]
+    matching = [row for row in curves if row["t"] == steps[0] and math.isfinite(row["cosine"])]
     line(
         left,
-        [r["n0"] for r in found],
-        [r["cosine"] for r in found],
+        [r["n0"] for r in matching],
+        [r["cosine"] for r in matching],
         "cosine, every t",
         len(steps),
         linewidth=2.2,

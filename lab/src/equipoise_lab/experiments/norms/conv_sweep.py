@@ -49,23 +49,23 @@ class Settings:
 
     def point(self, value: int) -> tuple[int, int, int]:
         """(channels, kernel, size) at one value of what varies."""
-        found = {
+        settings = {
             "channels": self.channels,
             "kernel": self.kernel,
             "size": self.size,
             self.vary: value,
         }
-        return found["channels"], found["kernel"], found["size"]
+        return settings["channels"], settings["kernel"], settings["size"]
 
 
 def contestants(K: Tensor, size: int) -> dict[str, Callable[[], Any]]:
     """Every method on one kernel; ours is the certified bracket of the zero-padded operator."""
-    found: dict[str, Callable[[], Any]] = {
+    methods: dict[str, Callable[[], Any]] = {
         name: partial(PEERS[name].run, K, size, "circular" if name != "ryu" else "zeros", t)
         for name, t in ITERATIONS.items()
     }
-    found["ours"] = lambda: spectral_norm(_module(K), input_size=(size, size), rtol=1e-2)
-    return found
+    methods["ours"] = lambda: spectral_norm(_module(K), input_size=(size, size), rtol=1e-2)
+    return methods
 
 
 def _module(K: Tensor) -> torch.nn.Conv2d:
@@ -86,8 +86,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             K = draw(c, c, k, k, generator=generator).to(context.device)
             contest = take_turns(contestants(K, n), 1)
             reference = float(contest.results["ryu"])
-            for name, found in contest.results.items():
-                result = float(found.upper if name == "ours" else found)
+            for name, norm in contest.results.items():
+                result = float(norm.upper if name == "ours" else norm)
                 yield {
                     settings.vary: value, "draw": number, "method": name, "value": result,
                     "difference": result - reference, "seconds": contest.seconds[name],
@@ -100,7 +100,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     by = {name: [r for r in rows if r["method"] == name] for name in NAMES}
     gap = max(g["value"] / s["value"] - 1 for g, s in zip(by["gram"], by["sedghi"], strict=True))
     below = min(o["value"] / r["value"] for o, r in zip(by["ours"], by["ryu"], strict=True))
-    seconds = {name: sum(r["seconds"] for r in found) for name, found in by.items()}
+    seconds = {name: sum(r["seconds"] for r in matching) for name, matching in by.items()}
     value = f"Gram at most {gap:.1%} above Sedghi; ours/Ryu ≥ {below:.4f}"
     times = ", ".join(f"{name} {seconds[name]:.2g} s" for name in NAMES)
     return (
@@ -116,8 +116,10 @@ def draw(rows: Sequence[Row], vary: str, label: str) -> Figure:
     for k, (method, name) in enumerate(NAMES.items()):
         at = [[r for r in rows if r["method"] == method and r[vary] == v] for v in values]
         if method != "ryu":
-            line(left, values, [mean(r["difference"] for r in found) for found in at], name, k)
-        line(right, values, [median(r["seconds"] for r in found) for found in at], name, k)
+            line(
+                left, values, [mean(r["difference"] for r in matching) for matching in at], name, k
+            )
+        line(right, values, [median(r["seconds"] for r in matching) for matching in at], name, k)
     left.set(xlabel=label, ylabel="value − Ryu's value (mean)", yscale="symlog")
     right.set(xlabel=label, ylabel="seconds (median)", yscale="log")
     legend(right, shared=True)

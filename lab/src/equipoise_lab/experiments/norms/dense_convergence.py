@@ -53,15 +53,15 @@ def power_error(s: np.ndarray, start: np.ndarray, t: int) -> float:
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and iteration: the least, median and largest absolute relative error over the matrices."""
     generator = np.random.default_rng(context.seed)
-    found: dict[tuple[str, int], list[float]] = {}
+    collected: dict[tuple[str, int], list[float]] = {}
     for _ in context.steps(range(settings.matrices)):
         s = singular_values(settings.shape, generator)
         start = generator.standard_normal(len(s))
         for t in range(1, settings.gram + 1):
-            found.setdefault(("Gram", t), []).append(gram_error(s, t))
+            collected.setdefault(("Gram", t), []).append(gram_error(s, t))
         for t in settings.power:
-            found.setdefault(("power", t), []).append(-power_error(s, start, t))
-    for (method, t), errors in found.items():
+            collected.setdefault(("power", t), []).append(-power_error(s, start, t))
+    for (method, t), errors in collected.items():
         above = sum(e > ZERO for e in errors)
         spread = {
             "least": min(errors),
@@ -75,17 +75,19 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """Gram iteration at numerical zero within 15 iterations on every matrix; power iteration not at its last."""
     gram, power = ([r for r in rows if r["method"] == method] for method in ("Gram", "power"))
-    settled, middle = (
+    converged, middle = (
         min((r["iteration"] for r in gram if r[key] <= ZERO), default=len(gram) + 1)
         for key in ("largest", "median")
     )
     last = max(power, key=lambda r: r["iteration"])
-    soon = f"below {ZERO:.0e} after {middle} iterations in the median, {settled} on each of {last['matrices']} matrices"
+    soon = f"below {ZERO:.0e} after {middle} iterations in the median, {converged} on each of {last['matrices']} matrices"
     late = f"above {ZERO:.0e} after {last['iteration']} iterations on {last['above zero']} of {last['matrices']} matrices"
     late += f", median error {last['median']:.1e}"
     share = last["above zero"] / last["matrices"]
     return (
-        Verdict(graded(settled <= 15, middle <= 15), soon, "< 12–15 iterations", "Gram iteration"),
+        Verdict(
+            graded(converged <= 15, middle <= 15), soon, "< 12–15 iterations", "Gram iteration"
+        ),
         Verdict(graded(share == 1, share > 0.5), late, "not after 2000", "power iteration"),
     )
 
@@ -94,10 +96,10 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Median error against iteration, both axes logarithmic, with the range over the matrices."""
     figure, (axes,) = canvas()
     for k, method in enumerate(("Gram", "power")):
-        found = [r for r in rows if r["method"] == method]
-        x = [r["iteration"] for r in found]
+        matching = [r for r in rows if r["method"] == method]
+        x = [r["iteration"] for r in matching]
         least, middle, most = (
-            [max(r[key], 1e-300) for r in found] for key in ("least", "median", "largest")
+            [max(r[key], 1e-300) for r in matching] for key in ("least", "median", "largest")
         )
         line(axes, x, middle, f"{method} iteration", k)
         axes.fill_between(x, least, most, alpha=0.2)

@@ -45,12 +45,12 @@ class Settings:
 
 def contestants(W: Tensor, settings: Settings, context: Context) -> dict[str, Callable[[], float]]:
     """Each method as a function of nothing; the SVD first."""
-    found: dict[str, Callable[[], float]] = {"SVD": lambda: float(torch.linalg.svdvals(W)[0])}
+    methods: dict[str, Callable[[], float]] = {"SVD": lambda: float(torch.linalg.svdvals(W)[0])}
     for t in context.steps(settings.power):
-        found[f"PI {t}"] = partial(lambda t: power_iterates(W, t)[-1], t)
+        methods[f"PI {t}"] = partial(lambda t: power_iterates(W, t)[-1], t)
     for t in context.steps(settings.gram):
-        found[f"GI {t}"] = partial(lambda t: float(gram_norm_plain(W, t)), t)
-    return found
+        methods[f"GI {t}"] = partial(lambda t: float(gram_norm_plain(W, t)), t)
+    return methods
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:

@@ -30,8 +30,8 @@ class Settings:
 def shapes(model: nn.Module, image: int) -> list[tuple[nn.Conv2d, int]]:
     """Every convolution with the size of its input image."""
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    seen = input_shapes(model, {**convolutions}, torch.zeros(1, 3, image, image))
-    return [(m, seen[name][-1]) for name, m in convolutions.items()]
+    sizes = input_shapes(model, {**convolutions}, torch.zeros(1, 3, image, image))
+    return [(m, sizes[name][-1]) for name, m in convolutions.items()]
 
 
 def peaks_of(weight: Tensor, size: int, iterations: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per network: the largest peak over its convolutions, one convolution at a time, and the sum of all peaks."""
     for name, builder in context.steps(MODELS.items()):
         peaks: dict[str, list[int]] = {"explicit": [], "autodiff": []}
-        seen: dict[tuple[int, ...], tuple[int, int]] = {}
+        counted: dict[tuple[int, ...], tuple[int, int]] = {}
         for conv, n in context.steps(
             shapes(build(builder, stem="imagenet", input_size=settings.image), settings.image)
         ):
@@ -61,17 +61,17 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
                 continue
             size = min(n // conv.stride[0], n)
             key = (*conv.weight.shape, size)
-            if key not in seen:
-                seen[key] = peaks_of(conv.weight, size, settings.iterations)
-            for kind, peak in zip(peaks, seen[key], strict=True):
+            if key not in counted:
+                counted[key] = peaks_of(conv.weight, size, settings.iterations)
+            for kind, peak in zip(peaks, counted[key], strict=True):
                 peaks[kind].append(peak)
         context.tell(name)
-        for kind, found in peaks.items():
+        for kind, bytes_used in peaks.items():
             yield {
                 "model": name,
                 "method": kind,
-                "largest MB": max(found) / 1e6,
-                "sum MB": sum(found) / 1e6,
+                "largest MB": max(bytes_used) / 1e6,
+                "sum MB": sum(bytes_used) / 1e6,
             }
 
 

@@ -59,22 +59,24 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for gap in settings.gaps:
         W = matrix(settings.size, gap, context.seed).to(context.device)
         exact = [frobenius_error(gap, settings.size, t) for t in range(1, steps + 1)]
-        found = {EXACT: [float(mpmath.log10(e)) for e in exact]}
+        logarithms = {EXACT: [float(mpmath.log10(e)) for e in exact]}
         rounded = {
             n: [abs(float(gram_norm_plain(W, t, r)) - 1) for t in range(1, steps + 1)]
             for n, r in READOUTS.items()
         }
         rounded["power"] = [abs(value - 1) for value in power_iterates(W, steps)]
-        found |= {n: [math.log10(max(e, FLOOR)) for e in values] for n, values in rounded.items()}
-        for name, logs in found.items():
+        logarithms |= {
+            n: [math.log10(max(e, FLOOR)) for e in values] for n, values in rounded.items()
+        }
+        for name, logs in logarithms.items():
             for t, error in enumerate(logs, start=1):
                 after = logs[t] if t < len(logs) else None
-                known = (
+                published = (
                     after is not None
                     and after < error < 0
                     and (name == EXACT or after > math.log10(FLOOR))
                 )
-                order = after / error if known and after is not None else None
+                order = after / error if published and after is not None else None
                 yield {
                     "gap": gap,
                     "readout": name,
@@ -93,9 +95,9 @@ def judge(rows: Sequence[Row]) -> Verdict:
     for row in rows:
         if row["order"] is not None:
             orders.setdefault((row["gap"], row["readout"]), []).append(row["order"])
-    frobenius = [found for (_, name), found in orders.items() if name == EXACT]
-    others = [found[-1] for (_, name), found in orders.items() if name in READOUTS]
-    ends = [found[-1] for found in frobenius]
+    frobenius = [values for (_, name), values in orders.items() if name == EXACT]
+    others = [values[-1] for (_, name), values in orders.items() if name in READOUTS]
+    ends = [values[-1] for values in frobenius]
     last = " and ".join(f"{end:.3f}" for end in ends)
     text = f"order ends at {last} for Frobenius (exact exponents), at most at {max(others):.2f} for 1 and ∞"
     label = graded(min(ends) > 1.97 and max(others) < 1.2, min(ends) > 1.5 and max(others) < 1.2)
@@ -108,12 +110,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, panels = canvas(len(gaps))
     for axes, gap in zip(panels, gaps, strict=True):
         for k, name in enumerate((EXACT, *READOUTS, "power")):
-            found = [r for r in rows if r["gap"] == gap and r["readout"] == name]
+            matching = [r for r in rows if r["gap"] == gap and r["readout"] == name]
             label = "power iteration" if name == "power" else f"Gram, {name}"
             line(
                 axes,
-                [r["iteration"] for r in found],
-                [10 ** max(r["log10 error"], -300) for r in found],
+                [r["iteration"] for r in matching],
+                [10 ** max(r["log10 error"], -300) for r in matching],
                 label,
                 k,
             )

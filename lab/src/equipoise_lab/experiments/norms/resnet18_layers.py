@@ -40,8 +40,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for name, K, size in context.steps(layers(str(context.file(FILE)))):
         n = min(size, settings.largest)
         contest = take_turns(contestants(K.to(context.device), n), 1)
-        for method, found in contest.results.items():
-            value = float(found.upper if method == "ours" else found)
+        for method, norm in contest.results.items():
+            value = float(norm.upper if method == "ours" else norm)
             row: Row = {
                 "layer": name,
                 "shape": "×".join(map(str, K.shape)),
@@ -51,7 +51,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             }
             yield {
                 **row,
-                "lower": float(found.lower) if method == "ours" else None,
+                "lower": float(norm.lower) if method == "ours" else None,
                 "seconds": contest.seconds[method],
             }
         context.tell(name)

@@ -99,7 +99,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """Power iteration never above the truth; norm2_toep never below it and the tightest of the published upper bounds."""
     ratio = {name: [r["ratio"] for r in rows if r["method"] == name] for name in NAMES}
-    tight = {name: mean(found) for name, found in ratio.items()}
+    tight = {name: mean(values) for name, values in ratio.items()}
     sound = min(ratio["toep"]) >= 1 - 1e-12 and min(ratio["ours"]) >= 1 - 1e-12
     best = tight["toep"] <= min(tight["circ"], tight["singla"])
     missed = {name: sum(v < 1 - 1e-12 for v in ratio[name]) for name in ("circ", "singla")}
@@ -118,8 +118,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     channels = sorted({r["channels"] for r in rows})
     for k, (method, name) in enumerate(NAMES.items()):
         at = [[r for r in rows if r["method"] == method and r["channels"] == c] for c in channels]
-        line(left, channels, [mean(r["ratio"] for r in found) for found in at], name, k)
-        line(right, channels, [mean(r["seconds"] for r in found) for found in at], name, k)
+        line(left, channels, [mean(r["ratio"] for r in matching) for matching in at], name, k)
+        line(right, channels, [mean(r["seconds"] for r in matching) for matching in at], name, k)
     left.axhline(1, color="0.4", linewidth=0.8)
     left.set(xlabel="channels", ylabel="value / true norm (mean)")
     right.set(xlabel="channels", ylabel="seconds (mean)", yscale="log")

@@ -93,8 +93,8 @@ class Margin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The margin, (batch, 1)."""
-        found: Tensor = self.last(self.net(x))
-        return found
+        logits: Tensor = self.last(self.net(x))
+        return logits
 
 
 def zonotope_radius(net: nn.Module, x: Tensor, largest: float, steps: int = 7) -> float:
@@ -140,12 +140,12 @@ def switching_layers(
         net(x + directions)
     rows: list[Row] = []
     for i, ((n, s), at, there) in enumerate(
-        zip(before.items(), centre.found, around.found, strict=True)
+        zip(before.items(), centre.inputs, around.inputs, strict=True)
     ):
-        found = None if state is None else state.unstable.get(n)
+        signs = None if state is None else state.unstable.get(n)
         rows.append({
             "part": "resnet layers", "radius": radius, "layer": i + 1, "neurons": at.numel(), "boxes": _open(boxes[s]),
-            "zonotope": None if found is None else found[0], "seen": int(((there > 0) != (at > 0)).any(0).sum()),
+            "zonotope": None if signs is None else signs[0], "seen": int(((there > 0) != (at > 0)).any(0).sum()),
             "moved": float((there - at).flatten(1).norm(dim=1).max()) / radius, "bound": math.exp(boxes[s].log),
         })  # fmt: skip
     return upper, rows
@@ -156,12 +156,12 @@ class Entering(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.inputs: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function; note what a ReLU is given."""
         if func in (nn.functional.relu, torch.relu):
-            self.found.append(args[0])
+            self.inputs.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -201,23 +201,23 @@ def eclipse(name: str, r: float, context: Context) -> Iterator[Row]:
     class Meant(search.cp.Problem):
         @property
         def status(self) -> str:
-            found = super().status
-            return "Solved" if found in ("optimal", "optimal_inaccurate") else str(found)
+            own = super().status
+            return "Solved" if own in ("optimal", "optimal_inaccurate") else str(own)
 
-    plain, look, seen = search.cp.Problem, search._min_eig_sym, list[float]()
+    plain, look, values = search.cp.Problem, search._min_eig_sym, list[float]()
 
     def noted(matrix: Any) -> float:
-        seen.append(float(look(matrix)))
-        return seen[-1]
+        values.append(float(look(matrix)))
+        return values[-1]
 
     search._min_eig_sym = noted
     try:
         for meant in (False, True):
             search.cp.Problem = Meant if meant else plain
             for algorithm in ("Fast", "Acc"):
-                seen.clear()
+                values.clear()
                 started, error, value = time.process_time(), "", math.nan
-                with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+                with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     try:
                         own = estimator(
@@ -233,8 +233,8 @@ def eclipse(name: str, r: float, context: Context) -> Iterator[Row]:
                         error = f"{type(problem).__name__}: {problem}"[:200]
                 yield {
                     "part": "eclipse-nn", "network": name, "radius": r, "method": f"{algorithm}{', status as meant' * meant}",
-                    "upper": value if math.isfinite(value) else None, "fell back": said.getvalue().count("Failed in initial"),
-                    "least eigenvalue": min(seen, default=None), "crash": error,
+                    "upper": value if math.isfinite(value) else None, "fell back": output.getvalue().count("Failed in initial"),
+                    "least eigenvalue": min(values, default=None), "crash": error,
                     "cpu seconds": round(time.process_time() - started, 2),
                 }  # fmt: skip
     finally:

@@ -159,13 +159,13 @@ def counts(
     return sample(sampling.n0, Stream.SELECTION), sample(sampling.n, Stream.ESTIMATION)
 
 
-def votes(found: Floats) -> Floats:
+def votes(logits: Floats) -> Floats:
     """Counts (N, c) of the largest logits (N, n, c)."""
-    return np.asarray(apply_map(SimplexMap("hardmax"), found).sum(axis=1))
+    return np.asarray(apply_map(SimplexMap("hardmax"), logits).sum(axis=1))
 
 
 def certify_logits(
-    chosen: SimplexMap,
+    simplex: SimplexMap,
     first: Floats,
     second: Floats,
     sigma: float,
@@ -178,15 +178,15 @@ def certify_logits(
     `lipschitz` bounds the network's constant; the map's own is multiplied in. `procedure` takes votes and scores;
     without one it is LVM-RS as in the thesis, and CPM for votes.
     """
-    if chosen.votes:
+    if simplex.votes:
         return certify_counts(votes(first), votes(second), sigma, alpha, procedure or "cpm")
     component = pair = None
     if lipschitz is not None:
         component, pair = (
-            chosen.component_lipschitz(lipschitz, second.shape[-1]),
-            chosen.pair_lipschitz(lipschitz),
+            simplex.component_lipschitz(lipschitz, second.shape[-1]),
+            simplex.pair_lipschitz(lipschitz),
         )
-    scores = apply_map(chosen, first), apply_map(chosen, second)
+    scores = apply_map(simplex, first), apply_map(simplex, second)
     return certify_scores(
         *scores, sigma, alpha, procedure or "lvm", lipschitz=component, pair_lipschitz=pair
     )
@@ -204,9 +204,9 @@ class Rated:
         return np.asarray(certified_at(self.radius, self.correct, epsilon).astype(np.float64))
 
 
-def rated(found: Certificates, labels: NDArray[np.int64]) -> Rated:
+def rated(certificates: Certificates, labels: NDArray[np.int64]) -> Rated:
     """The radii of certificates; an abstention is never right."""
-    return Rated(found.radius, (found.prediction == labels) & ~found.abstain)
+    return Rated(certificates.radius, (certificates.prediction == labels) & ~certificates.abstain)
 
 
 def joined(parts: Iterable[Mapping[str, Rated]]) -> dict[str, Rated]:
@@ -233,23 +233,23 @@ def curves(
     level: float = 0.95,
 ) -> Iterator[Row]:
     """One row per method and ε: certified accuracy in %, and the paired gain over each rival with its half width."""
-    for name, found in methods.items():
+    for name, rated in methods.items():
         for epsilon in epsilons:
             row: Row = {
                 "method": name,
                 "epsilon": epsilon,
-                "accuracy": 100 * float(found.hits(epsilon).mean()),
+                "accuracy": 100 * float(rated.hits(epsilon).mean()),
             }
             for rival in rivals:
                 if rival != name:
-                    gain = difference(found, methods[rival], epsilon, level)
+                    gain = difference(rated, methods[rival], epsilon, level)
                     row |= {f"over {rival}": gain.value, f"over {rival} ±": _finite(gain.half)}
-            yield {**row, "inputs": len(found.radius), "average radius": _average(found)}
+            yield {**row, "inputs": len(rated.radius), "average radius": _average(rated)}
 
 
-def _average(found: Rated) -> float:
+def _average(rated: Rated) -> float:
     """The average certified radius; an infinite one counts as 100."""
-    return float(np.where(found.correct, np.minimum(found.radius, 100.0), 0.0).mean())
+    return float(np.where(rated.correct, np.minimum(rated.radius, 100.0), 0.0).mean())
 
 
 def _finite(half: float) -> float:
@@ -266,8 +266,8 @@ def by_method(
 ) -> None:
     """Accuracy over ε, a line for each method; the marks are shifted so that curves on top of each other are both seen."""
     for k, method in enumerate(methods):
-        found = [r for r in rows if r["method"] == method]
-        x, y = [r["epsilon"] for r in found], [r["accuracy"] for r in found]
+        matching = [r for r in rows if r["method"] == method]
+        x, y = [r["epsilon"] for r in matching], [r["accuracy"] for r in matching]
         line(axes, x, y, method, k, markevery=(k % every, every), **options)
     axes.set(xlabel="ℓ2 radius ε", ylim=(0, None))
 

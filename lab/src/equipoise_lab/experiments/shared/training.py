@@ -121,33 +121,33 @@ def train(
             "reader": f"equipoise_lab.text:load_{kind}",
             "path": f"{prefix}:{file}" if prefix else str(file),
         }
-    chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
-    loss = chosen.get("loss")
+    seeded = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
+    loss = seeded.get("loss")
     if isinstance(loss, str):
-        chosen["loss"] = TEXT_LOSSES.get(loss, loss)
+        seeded["loss"] = TEXT_LOSSES.get(loss, loss)
     if context.dry:
-        batch = min(16, int(chosen.get("batch_size", 128)))
+        batch = min(16, int(seeded.get("batch_size", 128)))
         few: Plain = {"limit": 2 * batch, "test_limit": 64}
-        if chosen["data"].get("validation"):
+        if seeded["data"].get("validation"):
             few["validation"] = (
                 0.25  # the share of a whole data set may be less than one of these few
             )
-        chosen = merged(
-            chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}}
+        seeded = merged(
+            seeded, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}}
         )
     cpu = context.device == "cpu"
     if each_epoch is None:
-        return run_recipe(chosen, cpu=cpu)
+        return run_recipe(seeded, cpu=cpu)
     look = each_epoch
     with torch.random.fork_rng():
-        torch.manual_seed(chosen["seed"])
-        network = resolve(chosen["model"]["factory"])(**chosen["model"]["arguments"])
+        torch.manual_seed(seeded["seed"])
+        network = resolve(seeded["model"]["factory"])(**seeded["model"]["arguments"])
 
     def report(event: Any) -> None:
         if event.row is not None:
             look(network, event.epoch)
 
-    return run_recipe(chosen, model=network, cpu=cpu, progress=report)
+    return run_recipe(seeded, model=network, cpu=cpu, progress=report)
 
 
 def _file(name: str, context: Context) -> Any:
@@ -242,18 +242,18 @@ def stored_rows(settings: Settings, context: Context, sibling: str) -> dict[tupl
 
 def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[float]]:
     """The figures of every variant in the order of the seeds."""
-    found: dict[str, list[float]] = {}
+    groups: dict[str, list[float]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault(row["variant"], []).append(row[key])
-    return found
+        groups.setdefault(row["variant"], []).append(row[key])
+    return groups
 
 
 def paired(
     rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy"
 ) -> list[float]:
     """Differences of two variants in points, seed by seed."""
-    found = by_variant(rows, key)
-    return [100 * (a - b) for a, b in zip(found[wanted], found[baseline], strict=True)]
+    groups = by_variant(rows, key)
+    return [100 * (a - b) for a, b in zip(groups[wanted], groups[baseline], strict=True)]
 
 
 def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
@@ -287,11 +287,13 @@ def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
 
 def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy") -> Figure:
     """Accuracy of every seed with the means' intervals; beside it the claimed gains, measured and published."""
-    found = by_variant(rows, key)
-    known = [c for c in claims if {c.wanted, c.rival} <= set(found)]
-    figure, panels = canvas(columns=2 if known else 1, width=max(4.6, 0.6 * len(found)), height=3.6)
+    groups = by_variant(rows, key)
+    comparable = [c for c in claims if {c.wanted, c.rival} <= set(groups)]
+    figure, panels = canvas(
+        columns=2 if comparable else 1, width=max(4.6, 0.6 * len(groups)), height=3.6
+    )
     axes = panels[0]
-    for k, values in enumerate(found.values()):
+    for k, values in enumerate(groups.values()):
         percent = [100 * v for v in values]
         axes.plot(
             [k - 0.12] * len(percent),
@@ -310,10 +312,10 @@ def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy
             capsize=3,
             markersize=5,
         )
-    axes.set_xticks(range(len(found)), list(found), rotation=25, ha="right")
+    axes.set_xticks(range(len(groups)), list(groups), rotation=25, ha="right")
     axes.set(ylabel="test accuracy (%)")
-    if known:
-        _draw_gains(panels[1], rows, known)
+    if comparable:
+        _draw_gains(panels[1], rows, comparable)
     return figure
 
 
