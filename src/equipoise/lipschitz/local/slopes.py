@@ -10,7 +10,9 @@ radius. For any λ ≥ 0 (the multiplier of the ball, minimised entry by entry)
 
     h ≥ −λρ²/2 + Σ_j min over l_j ≤ z_j ≤ u_j of A_j φ(z_j) − g_j z_j + λ(z_j − ẑ_j)²/2.
 
-λ = 0 is the usual relaxation by lines. The minimum of each of the two pieces of a hinge is that of a parabola on an interval.
+λ = 0 is the usual relaxation by lines; in ℓ∞ and ℓ1 there is no other, g has any slope of the hinge where A > 0 and that of the
+chord where A < 0, and the rounding is that of `backward`. The minimum
+of each of the two pieces of a hinge is that of a parabola on an interval.
 So the bound is valid for whatever g and λ an optimizer finds, and only its own evaluation is rounded: in a term the minimiser is
 computed within a few units in the last place, which changes the value by the square of that; the value, the sum over the
 entries and the sum of rows that meet at z are off by at most `γ_(n+64)` times the sum of all parts in absolute values.
