@@ -1,4 +1,4 @@
-"""The sandwich layers: constant at most ‖[A B]‖², under attack, after rounding, for the activations they accept."""
+"""The lab's layers, Sandwich and LOT: constant at most 1 under attack, after rounding, for every raw weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from equipoise.core import Kind
+from equipoise.nn.orthogonal.frequency import FrequencyConv2d
 from equipoise_lab.sandwich import SandwichConv2d, SandwichLinear, sandwich_bound
+from equipoise_lab.scoreboard.networks import LOTConv2d, SpatialShift, polar_factor
 
 LIMIT = 1 + 1e-5
 
@@ -21,8 +23,10 @@ def dense(ins: int, out: int, **options: Any) -> tuple[Callable[..., nn.Module],
     return (lambda **k: SandwichLinear(ins, out, **options, **k)), (ins,)
 
 
-def conv(*args: Any, size: int = 5, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
-    return (lambda **k: SandwichConv2d(*args, **options, **k)), (args[0], size, size)
+def conv(
+    *args: Any, size: int = 5, layer: Any = SandwichConv2d, **options: Any
+) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
+    return (lambda **k: layer(*args, **options, **k)), (args[0], size, size)
 
 
 CASES = {
@@ -34,12 +38,16 @@ CASES = {
     "conv-valid": conv(4, 2, 3),
     "conv-stride-circular": conv(2, 4, 3, padding=1, stride=2, padding_mode="circular", size=6),
     "conv-groups-dilated": conv(4, 2, 3, padding=2, groups=2, dilation=2),
+    "lot-zeros": conv(3, 3, 3, padding=1, layer=LOTConv2d),
+    "lot-wide-circular": conv(5, 3, 3, padding=1, padding_mode="circular", layer=LOTConv2d),
+    "lot-tall-stride": conv(2, 9, 2, stride=2, size=6, layer=LOTConv2d),
+    "lot-groups-dilated": conv(4, 4, 3, padding=2, groups=2, dilation=2, layer=LOTConv2d),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
 
 def plain_of(layer: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    return layer.export(shape[-2:]) if isinstance(layer, SandwichConv2d) else layer.export()
+    return layer.export(shape[-2:]) if isinstance(layer, FrequencyConv2d) else layer.export()
 
 
 def steepest(module: nn.Module, shape: tuple[int, ...], tries: int = 12) -> float:
@@ -53,7 +61,7 @@ def steepest(module: nn.Module, shape: tuple[int, ...], tries: int = 12) -> floa
     return best
 
 
-NORMAL = ("conv-zeros", "dense")
+NORMAL = ("conv-zeros", "dense", "lot-zeros")
 ATTACKED = [pytest.param(case, marks=() if case in NORMAL else pytest.mark.slow) for case in CASES]
 
 
@@ -113,3 +121,17 @@ def test_the_bound_does_not_depend_on_psi_and_sees_a_changed_weight() -> None:
             float(torch.linalg.matrix_norm(second @ torch.diag(j) @ first, 2)) for j in torch.rand(200, 3).round()
         )
         assert worst <= bound
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 5)])
+def test_newtons_iteration_is_the_polar_factor_and_shifts_permute(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    V = torch.randn(4, *shape, dtype=torch.complex128)
+    U, _, W = torch.linalg.svd(V, full_matrices=False)
+    torch.testing.assert_close(polar_factor(V, steps=25), U @ W)
+    x = torch.randn(2, 16, 3, 4)
+    moved = SpatialShift()(x)
+    assert torch.equal(moved.flatten(1).sort().values, x.flatten(1).sort().values)
+    assert torch.equal(moved[:, 0], x[:, 0].roll(-1, 1))
+    assert not torch.equal(moved[:, :8], x[:, :8])
+    assert torch.equal(moved[:, 8:], x[:, 8:])

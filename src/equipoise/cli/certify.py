@@ -92,6 +92,9 @@ def prove(
     ball: Annotated[
         float | None, typer.Option(help="with --vnnlib: the l2 ball, not the box")
     ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="token sequences, a .npy (N, T), instead of --data")
+    ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
@@ -104,7 +107,8 @@ def prove(
     A single --epsilon is the only radius asked about: methods are tried from cheap to tight until
     one proves it. With --complete the answers are proved, broken (the input is stored)
     or undecided. Exit code 1: some inputs failed. --vnnlib asks whether a property holds: the
-    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds.
+    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds. --tokens, for
+    a network that begins with an embedding: how many tokens may be exchanged for any others.
 
     Examples:
 
@@ -112,14 +116,19 @@ def prove(
       equipoise prove model.pt2 --data digits --epsilon 0.5 --complete
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
       equipoise prove model.onnx --vnnlib property.vnnlib --seconds 60
+      equipoise prove package.module:factory --weights net.safetensors --tokens sequences.npy
     """
+    if tokens is not None:
+        return _substitutions(model, weights, tokens, json)
     if vnnlib is not None:
         return _verify(model, vnnlib, ball, seconds or None, json)
     if data is None:
         options.refuse("give --data, or a property with --vnnlib")
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    given = {name: value for name, value in locals().items() if name not in ("vnnlib", "ball")}
+    given = {
+        name: value for name, value in locals().items() if name not in ("vnnlib", "ball", "tokens")
+    }
     levels = options.epsilons(epsilon)
     asked = levels[0] if levels is not None and len(levels) == 1 else 0.0
     values = [f"epsilon={asked}"] if asked > 0 else []
@@ -148,6 +157,29 @@ def _verify(
         tell(answer.verdict, *(f"{name}: {v}" for name, v in values.items() if v is not None))
     if answer.verdict != "holds":
         raise typer.Exit(1)
+
+
+def _substitutions(model: str, weights: str | None, tokens: Path, json: bool) -> None:
+    """How many tokens of each sequence may be exchanged, proved."""
+    import numpy as np
+    import torch
+
+    from equipoise.checkpoints import load_model
+    from equipoise.core.files import guarded, open_regular
+    from equipoise.lipschitz import proved_substitutions
+
+    sequences = guarded(
+        lambda: torch.as_tensor(np.load(open_regular(tokens), allow_pickle=False)),
+        f"reading {tokens}",
+    )
+    network: Any = load_model(model, weights).model
+    harmless = proved_substitutions(network, sequences)[0].tolist()
+    if json:
+        emit_json({"substitutions": harmless})
+        return
+    for k in range(1, max(harmless) + 2):
+        count = sum(number >= k for number in harmless)
+        tell(f"any {k} tokens may be exchanged in {count} of {len(harmless)} sequences")
 
 
 def _perform(

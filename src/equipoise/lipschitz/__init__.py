@@ -7,10 +7,11 @@ from equipoise.lipschitz.induced import induced_bound
 from equipoise.lipschitz.local import Radii, certified_radius, local_lipschitz
 from equipoise.lipschitz.report import Report, Row
 from equipoise.lipschitz.rules import Call, Signal, Step, known_operations, register_rule
+from equipoise.lipschitz.substitutions import proved_substitutions
 from equipoise.norms.induced import induced_norm
 
 __all__ = [
     "Call", "Program", "Radii", "Report", "Row", "Signal", "Step", "capture", "certified_radius", "chain_bound",
-    "induced_bound", "induced_norm", "known_operations", "lipschitz_bound", "local_lipschitz", "register_rule",
-
+    "induced_bound", "induced_norm", "known_operations", "lipschitz_bound", "local_lipschitz", "proved_substitutions",
+    "register_rule",
 ]  # fmt: skip

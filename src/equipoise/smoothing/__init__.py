@@ -16,10 +16,16 @@ from equipoise.smoothing.procedures import PROCEDURES, Option, Procedure, Split
 from equipoise.smoothing.radii import radius_mono, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.simplex import SimplexMap, choose_map
 from equipoise.smoothing.stopping import certify_adaptive
-from equipoise.smoothing.tokens import ablation_substitutions, certified_substitutions
+from equipoise.smoothing.tokens import (
+    AblatedClassifier,
+    AblationCertificates,
+    ablation_substitutions,
+    certified_substitutions,
+)
 
 __all__ = [
-    "PROCEDURES", "Certificates", "Denoised", "Option", "Procedure", "RobustConformal", "SimplexMap", "SmoothedClassifier",
+    "PROCEDURES", "AblatedClassifier", "AblationCertificates", "Certificates",
+    "Denoised", "Option", "Procedure", "RobustConformal", "SimplexMap", "SmoothedClassifier",
     "Split", "Stream", "ablation_substitutions", "average_certified_radius", "betting", "certified_accuracy",
     "certified_substitutions", "certify_adaptive", "certify_counts",
     "certify_scores", "choose_map", "clopper_pearson", "empirical_bernstein", "hoeffding", "margin_radius",

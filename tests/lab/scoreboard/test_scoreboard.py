@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.core import InputError
-from equipoise_lab.scoreboard import Budget, Cell, plan, play, read_board
+from equipoise_lab.scoreboard import Board, Budget, Cell, plan, play, read_board
 from equipoise_lab.scoreboard.cell import fitting, play_cell
 
 TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
@@ -14,7 +14,8 @@ TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
 @pytest.fixture(scope="module")
 def board(tmp_path_factory):
     folder = tmp_path_factory.mktemp("board")
-    cells = [Cell("bcop"), Cell("bcop", seed=1), Cell("aol", "la"), Cell("bcop-muon"), Cell("torchlip-spectral")]
+    cells = [Cell("bcop"), Cell("bcop", seed=1), Cell("aol", "la"), Cell("bcop-desk"), Cell("torchlip-spectral")]
+    cells += [Cell("lot", "emma"), Cell("lipnext", "ce")]
     return folder, cells, play(cells, TINY, folder)
 
 
@@ -23,8 +24,9 @@ def test_certified_is_at_most_attacked_is_at_most_clean(board):
         if "refused" in cell:
             assert "deel-torchlip" in cell["refused"]
             continue
-        shares = [cell["accuracy"], cell["attacked"], *cell["certified"].values()]
-        assert shares == sorted(shares, reverse=True)
+        for shares in ([cell["accuracy"], cell["attacked"], *cell["certified"].values()], [*cell["curve"].values()]):
+            assert shares == sorted(shares, reverse=True)
+        assert cell["certified"].items() <= cell["curve"].items()
         assert cell["attacked_samples"] == cell["samples"] == 40
 
 
@@ -36,13 +38,23 @@ def test_played_cells_are_read_and_not_played_again(board):
 
     (folder / "scoreboard.json").unlink()  # every cell has its own result
     before = written()
-    again = play(cells[:4], TINY, folder)
+    again = play([c for c in cells if c.family != "torchlip-spectral"], TINY, folder)
     assert written() == before
     assert again.cells == read_board(folder).cells == [c for c in found.cells if "refused" not in c]
     rows = {(r["family"], r["loss"]): r for r in found.rows()}
     assert rows["bcop", "lmt"]["accuracy"].seeds == 2
     assert "± " in found.markdown()
-    assert "bcop · lmt" in (folder / "index.html").read_text()
+    page = (folder / "index.html").read_text()
+    assert "bcop · lmt" in page
+    assert (folder / "curves.svg").read_text().count("<svg") == 1
+
+
+def test_cells_without_a_curve_or_a_radius_stay_on_the_board(board):
+    old = {**board[2].cells[0], "certified": dict(list(board[2].cells[0]["certified"].items())[:3])}
+    del old["curve"]
+    shown = Board(board[2].budget, [old, *board[2].cells[1:]])
+    assert "| – |" in shown.markdown()
+    assert shown.curves() != board[2].curves()
 
 
 def test_a_board_can_be_gone_on_with_elsewhere_at_the_same_budget(board, tmp_path):

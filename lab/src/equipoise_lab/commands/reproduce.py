@@ -194,7 +194,7 @@ def _document(outcome: Outcome) -> dict[str, object]:
 def _list(out: Path, as_json: bool) -> None:
     """Every experiment with its place in the thesis and its stored verdicts: those of the folder, else those of the checkout."""
     from equipoise_lab.experiments import every
-    from equipoise_lab.experiments.page import stored
+    from equipoise_lab.experiments.page import stored, undecided
 
     rows: list[dict[str, Any]] = []
     committed = stored(every(), COMMITTED)
@@ -202,16 +202,19 @@ def _list(out: Path, as_json: bool) -> None:
         outcome = own if own.result else shipped
         experiment = outcome.experiment
         verdicts = outcome.result.verdicts if outcome.result else ()
+        labels = [
+            f"{verdict.part}: {verdict.label}".removeprefix(": ")
+            + (" (our own claim)" if verdict.own and not experiment.own else "")
+            for verdict in verdicts
+        ]
         rows.append(
             {
                 "id": experiment.id,
-                "place": experiment.place,
+                "place": "our own claim" if experiment.own else experiment.place,
                 "chapter": experiment.chapter,
                 "claim": experiment.claim,
                 "published": experiment.published,
-                "verdicts": [
-                    f"{verdict.part}: {verdict.label}".removeprefix(": ") for verdict in verdicts
-                ],
+                "verdicts": labels or [f"{undecided(outcome)[0]} (not run)"],
             }
         )
     if as_json:
@@ -219,7 +222,7 @@ def _list(out: Path, as_json: bool) -> None:
         return
     cells = [
         {name: row[name] for name in ("id", "place", "claim")}
-        | {"verdict": "\n".join(row["verdicts"]) or "not run"}
+        | {"verdict": "\n".join(row["verdicts"])}
         for row in rows
     ]
     print_table("Experiments of the thesis", cells)

@@ -280,6 +280,7 @@ class Experiment:
         None  # of every part of the claim
     )
     own: bool = False  # the claim is ours, not the thesis'
+    lacking: str = ""  # what nobody can be given and a comparison would need
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale."""
@@ -287,14 +288,26 @@ class Experiment:
             raise InputError(f"--scale is {', '.join(map(repr, SCALES))}; got {scale!r}")
         return {"laptop": self.laptop, "desk": self.desk or self.laptop, "paper": self.paper}[scale]
 
-    def verdicts(self, rows: Sequence[Row]) -> tuple[Verdict, ...]:
-        """One verdict per part of the claim."""
+    def verdicts(self, rows: Sequence[Row], scale: str = "paper") -> tuple[Verdict, ...]:
+        """One verdict per part of the claim; only the thesis' own settings can refute a claim of it.
+
+        Args:
+            rows: what was measured.
+            scale: at which it was.
+        """
         judged = self.judge(rows)
         verdicts = (judged,) if isinstance(judged, Verdict) else tuple(judged)
         if self.precondition is not None:
             precondition = self.precondition(rows)
             verdicts = tuple(precondition.apply(verdict) for verdict in verdicts)
-        return tuple(self._as_own(verdict) for verdict in verdicts)
+        return tuple(self._in_setting(self._as_own(verdict), scale) for verdict in verdicts)
+
+    def _in_setting(self, verdict: Verdict, scale: str) -> Verdict:
+        changed = len(self.deviations(scale))
+        if verdict.label is not Label.REFUTED or not changed:
+            return verdict
+        why = f"{changed} settings differ from paper scale, so nothing is refuted"
+        return replace(verdict, label=Label.OPEN, measured=f"{verdict.measured}; {why}")
 
     def _as_own(self, verdict: Verdict) -> Verdict:
         if not (self.own or verdict.own):

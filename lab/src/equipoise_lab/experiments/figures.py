@@ -105,6 +105,16 @@ def legend(axes: Axes, *, shared: bool = False) -> None:
         )
 
 
+def as_svg(figure: Figure) -> str:
+    """The figure as the text of an SVG file; the same figure gives the same text."""
+    import matplotlib
+
+    content = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue().decode("utf-8")
+
+
 def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
     """Write `figure.svg` and `figure.png`; the same rows give the same bytes."""
     import matplotlib

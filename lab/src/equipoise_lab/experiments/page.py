@@ -47,7 +47,8 @@ LEGEND = (
     "* **refuted**: the same setting, enough power, and the published effect lies outside the interval.",
     "* **not comparable**: other hardware or missing data; the text says what would be needed.",
     "* **too small to say**: the baseline trained here is below what the question needs, so nothing is said about the claim.",
-    "* **open**: the interval holds both 0 and the published effect.",
+    "* **open**: the interval holds both 0 and the published effect, the setting differs from the thesis', or nothing was run "
+    "yet.",
 )
 HEAD = ["| experiment | place | verdict | measured | published |", "|---|---|---|---|---|"]
 OWN_HEAD = ["| experiment | verdict | measured | compared with |", "|---|---|---|---|"]
@@ -112,8 +113,17 @@ def _line(result: Result, verdict: Verdict, place: str = "") -> str:
 
 def _missing(outcome: Outcome, place: str = "") -> str:
     experiment = outcome.experiment
-    row = f"| {experiment.id} |{place} not run | {_cell(outcome.failure)} |"
+    label, why = undecided(outcome)
+    row = f"| {experiment.id} |{place} **{label}** | {_cell(why)} |"
     return f"{row} {_cell(experiment.published)} |"
+
+
+def undecided(outcome: Outcome) -> tuple[Label, str]:
+    """The label of an experiment without a result, and why there is none."""
+    lacking = outcome.experiment.lacking
+    if lacking:
+        return Label.NOT_COMPARABLE, f"not run: {lacking}"
+    return Label.OPEN, f"not run: {outcome.failure or 'no stored result'}"
 
 
 def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:

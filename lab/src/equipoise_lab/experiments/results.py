@@ -93,7 +93,7 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
         scale,
         seed,
         rows,
-        experiment.verdicts(rows),
+        experiment.verdicts(rows, scale),
         seconds,
         stored.get("machine") or {},
     )

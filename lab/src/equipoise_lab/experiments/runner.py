@@ -145,7 +145,7 @@ def reproduce(
             experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds)
         )
     result = results.Result(
-        experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here
+        experiment, scale, context.seed, rows, experiment.verdicts(rows, scale), seconds, here
     )
     results.write(result, folder)
     cells.close()

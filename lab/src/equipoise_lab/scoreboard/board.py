@@ -13,6 +13,14 @@ from typing import Any
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json, sealed, unsealed
 from equipoise.train.build import build_data
+from equipoise_lab.experiments.figures import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    as_svg,
+    canvas,
+    legend,
+)
 from equipoise_lab.experiments.intervals import Mean, mean_of
 from equipoise_lab.scoreboard.autoattack import require_autoattack
 from equipoise_lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell, recipe, tested
@@ -31,18 +39,19 @@ class Board:
         """One row per family and loss, best certified accuracy first: means over seeds."""
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for cell in self.cells:
-            request = cell["asked"]["cell"]
-            groups.setdefault((request["family"], request["loss"]), []).append(cell)
-        records = []
+            played = cell["asked"]["cell"]
+            groups.setdefault((played["family"], played["loss"]), []).append(cell)
+        rows = []
         for (family, loss), cells in groups.items():
             good = [c for c in cells if "refused" not in c]
             row: dict[str, Any] = {"family": family, "loss": loss, "seeds": len(good)}
             if not good:
-                records.append({**row, "refused": cells[0]["refused"]})
+                rows.append({**row, "refused": cells[0]["refused"]})
                 continue
-            radii = list(good[0]["certified"])
             row["accuracy"] = mean_of([100 * c["accuracy"] for c in good])
-            row["certified"] = {e: mean_of([100 * c["certified"][e] for c in good]) for e in radii}
+            row["certified"] = _means([c["certified"] for c in good])
+            # cells that were played before the curve was kept have the radii of the table
+            row["curve"] = _means([c.get("curve", c["certified"]) for c in good])
             row["attacked"] = mean_of([100 * c["attacked"] for c in good])
             if all("autoattack" in c for c in good):
                 row["autoattack"] = mean_of([100 * c["autoattack"] for c in good])
@@ -55,16 +64,16 @@ class Board:
                 "samples": good[0]["samples"],
                 "bound": max(c["bound"] for c in good),
             }
-            records.append(row)
-        first = next((next(iter(r["certified"])) for r in records if "certified" in r), "")
+            rows.append(row)
+        first = next((next(iter(r["certified"])) for r in rows if "certified" in r), "")
         return sorted(
-            records, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf
+            rows, key=lambda r: -r["certified"][first].value if "certified" in r else math.inf
         )
 
     def markdown(self) -> str:
         """The table."""
         rows = self.rows()
-        radii = next((list(r["certified"]) for r in rows if "certified" in r), [])
+        radii = sorted({e for r in rows for e in r.get("certified", ())}, key=float)
         auto = any("autoattack" in r for r in rows)
         head = ["family", "loss", "clean", *(f"ε = {float(e):.3f}" for e in radii), "attacked"]
         head += [*(["AutoAttack"] if auto else []), "s/step", "steps", "parameters"]
@@ -80,7 +89,7 @@ class Board:
                 r["family"],
                 r["loss"],
                 _show(r["accuracy"]),
-                *(_show(m) for m in r["certified"].values()),
+                *(_show(r["certified"][e]) if e in r["certified"] else "–" for e in radii),
             ]
             cells += [
                 _show(r["attacked"]),
@@ -103,7 +112,8 @@ class Board:
             "Per cent of test inputs, mean over seeds (± 95 % interval where there are several). Certified: proved Lipschitz "
             f"bounds, by pairs of classes, on {samples:,} inputs. Attacked: right under PGD within {self.budget['epsilon']:.4g} "
             "(ℓ2) on the first 500, at least the certified share of them. The same network, data, optimizer and budget of "
-            "processor time for every row; a cheaper layer takes more steps.",
+            "processor time for every row; a cheaper layer takes more steps. Rows named bcop-muon and bcop-desk train the "
+            "network of bcop in another way, and lipnext is a network of its own.",
         ]
         counts = [c["autoattack_samples"] for c in good if "autoattack" in c]
         if counts:
@@ -113,12 +123,42 @@ class Board:
         return sentences
 
     def page(self) -> str:
-        """A self-contained HTML page with the table and certified accuracy against the cost of a step."""
+        """A self-contained HTML page with the table, the curves, and certified accuracy against the cost of a step."""
         table = _html_table(self.markdown().splitlines())
         text = "".join(f"<p>{html.escape(line)}</p>" for line in self.about())
         return _PAGE.format(
-            title=html.escape(self.title), text=text, plot=_plot(self.rows()), table=table
+            title=html.escape(self.title),
+            text=text,
+            curves=_inline(self.curves()),
+            plot=_plot(self.rows()),
+            table=table,
         )
+
+    def curves(self) -> str:
+        """Certified accuracy against the radius as SVG, for the best loss of every family."""
+        best: dict[str, dict[str, Any]] = {}
+        for row in self.rows():  # best first
+            if "curve" in row:
+                best.setdefault(row["family"], row)
+        figure, (axes,) = canvas(width=7.2, height=4.4)
+        for k, (family, row) in enumerate(best.items()):
+            radii = [0.0, *map(float, row["curve"])]
+            shares = [row["accuracy"].value, *(m.value for m in row["curve"].values())]
+            marker = MARKERS[k % len(MARKERS)] if len(radii) < 10 else ""
+            style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS)]}
+            axes.plot(
+                radii,
+                shares,
+                marker=marker,
+                markersize=4,
+                label=f"{family} · {row['loss']}",
+                **style,
+            )
+        axes.set(xlabel="radius ε (ℓ2)", ylabel="certified accuracy (%)", ylim=(0, None))
+        axes.set_xlim(left=0)
+        if best:
+            legend(axes, shared=True)
+        return as_svg(figure)
 
 
 def plan(
@@ -146,7 +186,9 @@ def play(
     tell: Tell | None = None,
     autoattack: int = 0,
 ) -> Board:
-    """Play what is not played yet and write `scoreboard.json`, `README.md` and `index.html`; stopped anywhere, it goes on.
+    """Play what is not played yet and write `scoreboard.json`, `README.md`, `curves.svg` and `index.html`.
+
+    Stopped anywhere, the same call goes on.
 
     `workers = 0` plays one after the other in this process; otherwise Ray plays so many at once, on a core each. What the
     folder's `scoreboard.json` holds of the same budget was played and stays on the board, so a board grows by further calls,
@@ -177,6 +219,7 @@ def play(
         json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n",
     )
     atomic_write(folder / "README.md", board.markdown())
+    atomic_write(folder / "curves.svg", board.curves())
     atomic_write(folder / "index.html", board.page())
     return board
 
@@ -227,6 +270,17 @@ def read_board(path: str | Path) -> Board:
     if not isinstance(document, dict) or not {"budget", "cells"} <= document.keys():
         raise InputError(f"{file} is no scoreboard")
     return Board(document["budget"], document["cells"])
+
+
+def _means(shares: Sequence[dict[str, float]]) -> dict[str, Mean]:
+    """Means over seeds in per cent at the radii that all seeds have."""
+    radii = [e for e in shares[0] if all(e in some for some in shares)]
+    return {e: mean_of([100 * some[e] for some in shares]) for e in radii}
+
+
+def _inline(svg: str) -> str:
+    """An SVG file as an element of a page."""
+    return svg[svg.index("<svg") :]
 
 
 def _show(value: Mean) -> str:
@@ -282,5 +336,5 @@ body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em
 table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; padding: .25em .6em; white-space: nowrap }}
 th {{ border-bottom: 2px solid #1b1f24 }} tbody tr:nth-child(even) {{ background: #f4f6f8 }} svg {{ max-width: 46em }}
 .wide {{ overflow-x: auto }}
-</style></head><body><h1>{title}</h1>{text}{plot}<div class="wide">{table}</div></body></html>
+</style></head><body><h1>{title}</h1>{text}{curves}{plot}<div class="wide">{table}</div></body></html>
 """

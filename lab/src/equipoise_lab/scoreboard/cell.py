@@ -25,19 +25,22 @@ from torch.nn.utils import parametrize
 from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import atomic_write, make_folder, read_json, sealed, unsealed
-from equipoise.nn.activations import BetaAbs
 from equipoise.nn.models.lipschitz import families
-from equipoise.nn.models.plain import Size, pair
-from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.pooling import SpaceToDepth
+from equipoise.nn.models.plain import Size
 from equipoise.train import Recipe, read_recipe, run_recipe
 from equipoise.train.build import Part, Parts, build_data
 from equipoise.train.loop import step_seconds
 from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.metrics import certified_bound, evaluate
 from equipoise_lab.scoreboard.autoattack import autoattack
+from equipoise_lab.scoreboard.networks import board_network
 
-#: rows of the scoreboard: name → builder
+#: rows of the lab's own networks: name → builder
+NETWORKS = {
+    "lipnext": "equipoise_lab.scoreboard.networks:lipnext",
+    "lot": "equipoise_lab.scoreboard.networks:lot",
+}
+#: rows of other libraries' layers: name → builder
 PEERS = {
     "orthogonium-aoc": f"{__name__}:orthogonium_aoc",
     "torchlip-spectral": f"{__name__}:torchlip_spectral",
@@ -64,29 +67,13 @@ def _module(name: str, package: str) -> Any:
         raise InputError(f"this row needs {package}: pip install {package}") from error
 
 
-def _network(
-    conv: Callable[[int, int], nn.Module], dense: Callable[[int, int], nn.Module], num_classes: int, in_channels: int,
-    input_size: Size, channels: Sequence[int], depths: Sequence[int], hidden: int,
-) -> nn.Module:  # fmt: skip
-    height, width = pair(input_size)
-    layers: list[nn.Module] = []
-    features = in_channels
-    for count, depth in zip(channels, depths, strict=True):
-        layers.append(SpaceToDepth(2))
-        for number in range(depth):
-            layers += [conv(count if number else 4 * features, count), BetaAbs()]
-        features, height, width = count, height // 2, width // 2
-    layers += [nn.Flatten(), dense(features * height * width, hidden), BetaAbs()]
-    return nn.Sequential(*layers, LastLayerNormalised(hidden, num_classes))
-
-
 def orthogonium_aoc(
     *, num_classes: int = 10, in_channels: int = 3, input_size: Size = 32, channels: Sequence[int] = (40, 80, 128),
     depths: Sequence[int] = (2, 2, 1), hidden: int = 256,
 ) -> nn.Module:  # fmt: skip
     """AOC convolutions and orthogonal dense layers of orthogonium."""
     layers = _module("orthogonium.layers", "orthogonium")
-    return _network(
+    return board_network(
         lambda i, o: layers.AdaptiveOrthoConv2d(i, o, 3, padding="same", padding_mode="zeros"),
         layers.OrthoLinear, num_classes, in_channels, input_size, channels, depths, hidden,
     )  # fmt: skip
@@ -98,14 +85,16 @@ def torchlip_spectral(
 ) -> nn.Module:  # fmt: skip
     """Spectral convolutions (Björck on the flattened kernel) and dense layers of deel-torchlip."""
     lip = _module("deel.torchlip", "deel-torchlip")
-    return _network(
+    return board_network(
         lambda i, o: lip.SpectralConv2d(i, o, 3, padding=1),
         lip.SpectralLinear, num_classes, in_channels, input_size, channels, depths, hidden,
     )  # fmt: skip
 
 
-#: ε at which accuracy is certified: 36, 72 and 108 over 255 as in the literature
-EPSILONS = (36 / 255, 72 / 255, 108 / 255)
+#: radii of the table, over 255, as in the literature; all are multiples of the first one, the budget's ε
+RADII = (36, 72, 108, 255)
+#: radii of the curve of certified accuracy, over 255
+CURVE = tuple(sorted({*range(9, 307, 9), *RADII}))
 #: how many inputs are attacked by PGD, and with how many steps
 ATTACKED, STEPS = 500, 20
 
@@ -126,14 +115,21 @@ LOSSES: dict[str, Callable[[float], dict[str, Any]]] = {
 }
 
 
+#: Muon keeps orthogonal matrices orthogonal, so that their layers need no decomposition; products in bfloat16
+_MUON = ("optimizer={kind: muon, lr: 1.2e-2}", "precision=bf16")
 #: rows that train the same network in another way: changes of the recipe
 VARIANTS = {
-    "bcop-muon": (
+    "bcop-muon": ("model.arguments.family=bcop", "model.arguments.dense=bcop", *_MUON),
+    "lipnext-muon": (f"model.factory={NETWORKS['lipnext']}", *_MUON),
+    # as the packaged network is trained: for images that may be mirrored
+    "bcop-desk": (
         "model.arguments.family=bcop",
         "model.arguments.dense=bcop",
-        "optimizer={kind: muon, lr: 1.2e-2}",
-        "precision=bf16",
-    )
+        "model.arguments.mirrored=true",
+        "schedule.points=[[0, 0.1], [0.03, 1], [0.4, 1], [1, 0]]",
+        "ema=0.995",
+        *_MUON,
+    ),
 }
 
 
@@ -152,7 +148,7 @@ class Cell:
 
     def check(self) -> Cell:
         """Refuse a family or a loss that is not there."""
-        names = (*families(), *PEERS, *VARIANTS)
+        names = (*families(), *NETWORKS, *PEERS, *VARIANTS)
         if self.family not in names:
             raise InputError(f"there is no family {self.family!r}; there are {', '.join(names)}")
         if self.loss not in LOSSES:
@@ -181,6 +177,10 @@ class Budget:
         if not self.minutes > 0:
             raise InputError(f"the budget must be a positive number of minutes, got {self.minutes}")
 
+    def radius(self, over: int) -> float:
+        """The radius that stands for `over`/255 in the table: ε for 36."""
+        return over * self.epsilon / RADII[0]
+
 
 def located(data: str) -> str:
     """The data as named where that can be read from here; else the file of that name in the folder `EQUIPOISE_DATA`.
@@ -195,15 +195,16 @@ def located(data: str) -> str:
 
 def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None) -> Recipe:
     """The training of a cell; only family, loss and seed differ between cells of one board, and what `VARIANTS` say."""
+    factory = {**NETWORKS, **PEERS}.get(cell.family, "equipoise.nn.models:lipschitz_cnn")
     model: dict[str, Any] = {
-        "factory": PEERS.get(cell.family, "equipoise.nn.models:lipschitz_cnn"),
+        "factory": factory,
         "arguments": {
             "channels": list(budget.channels),
             "depths": list(budget.depths),
             "hidden": budget.hidden,
         },
     }
-    if cell.family not in PEERS:
+    if cell.family in families():
         model["arguments"]["family"] = cell.family
     loss = LOSSES[cell.loss](budget.epsilon)
     if cell.family in PEERS and cell.loss in ("lmt", "gloro", "emma", "la"):
@@ -217,7 +218,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
         "optimizer": {"kind": "nadam", "lr": budget.lr, "clip": 3.0},
         "schedule": {"kind": "piecewise", "points": [[0, 0.05], [0.05, 1], [0.5, 1], [1, 0]]},
         "epochs": epochs, "batch_size": budget.batch_size, "checkpoint_steps": 50,
-        "metrics": {"epsilons": [e * budget.epsilon * 255 / 36 for e in EPSILONS], "every": max(1, epochs)},
+        "metrics": {"epsilons": [budget.radius(r) for r in CURVE], "every": max(1, epochs)},
     }  # fmt: skip
     return read_recipe(document, VARIANTS.get(cell.family, ()))
 
@@ -294,7 +295,8 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
             f"no certificate: {final.get('bound_reason') or 'the bound was refused'}"
         )
     return {
-        "accuracy": final["accuracy"], "certified": certified, "bound": final["bound"], "samples": len(test),
+        "accuracy": final["accuracy"], "bound": final["bound"], "samples": len(test), "curve": certified,
+        "certified": {str(budget.radius(r)): certified[str(budget.radius(r))] for r in RADII},
         **attacks(model, test, budget.epsilon, autoattack),
         "parameters": sum(p.numel() for p in done.model.parameters()), "step_seconds": seconds, "steps": final["step"],
         "epochs": epochs, "examples": limit, "processor_seconds": round(time.process_time() - began, 1),

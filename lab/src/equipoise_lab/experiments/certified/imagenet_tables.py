@@ -125,4 +125,8 @@ EXPERIMENT = of_module(
     paper=Settings(Votes({}, smoothed.Sampling(10_000), temperatures=50, epsilons=RADII)),
     notes=("about 6 s an input and σ on a V100 in the thesis: an hour for each σ at 500 inputs",),
     needs=("imagenet-val",),
+    lacking=(
+        "it needs the ImageNet validation images as a folder `imagenet-val`, and a module `imagenet_networks` with a denoiser "
+        "before a vision transformer and with Salman's networks; none of them may be shipped"
+    ),
 )

@@ -91,8 +91,9 @@ def draw(rows: Sequence[Row]) -> Figure:
             for minutes in sorted({r["minutes"] for r in rows}):
                 some = [r for r in rows if (r["family"], r["minutes"]) == (family, minutes)]
                 colour = COLOURS[k % len(COLOURS)]
+                scale = 1e6 if key == "parameters" else 1
                 axes.plot(
-                    [r[key] for r in some],
+                    [r[key] / scale for r in some],
                     [r["certified"] for r in some],
                     MARKERS[k // len(COLOURS) % len(MARKERS)],
                     color=colour,
@@ -100,9 +101,14 @@ def draw(rows: Sequence[Row]) -> Figure:
                     label=family if minutes == longest else "_",
                     markersize=5,
                 )
-        axes.set(xscale="log", ylabel=f"certified at ε = {rows[0]['epsilon']:.3g} (%)")
-    panels[0].set(xlabel="parameters")
+        axes.set(ylabel=f"certified at ε = {rows[0]['epsilon']:.3g} (%)", ylim=(0, None))
+    panels[0].set(xlabel="parameters (millions)")
     panels[1].set(xlabel="proved Lipschitz constant")
+    budgets = sorted({r["minutes"] for r in rows})
+    panels[1].set_title(
+        f"filled: {longest:g} processor minutes of training; hollow: {', '.join(f'{m:g}' for m in budgets[:-1])}",
+        fontsize=9,
+    )
     legend(panels[0], shared=True)
     return figure
 
