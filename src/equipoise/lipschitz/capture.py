@@ -549,7 +549,8 @@ def _require_tensor(node: fx.Node) -> None:
         )
     if value.dtype not in (torch.float32, torch.float64):
         raise Refused(
-            f"input {node.name!r} has dtype {value.dtype}; the bound is for float32 or float64 inputs"
+            f"input {node.name!r} has dtype {value.dtype}; the bound is for float32 or float64 inputs: "
+            "hold it fixed in a module of your own, for a bound with respect to the others"
         )
 
 
