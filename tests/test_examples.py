@@ -28,6 +28,8 @@ EXAMPLES = {
     "lightning_training": (("lightning",), "proved constant: 1.0000"),
     "art_attack": (("art",), "certificates broken: 0"),
     "tracked_run": (("mlflow",), "logged: {'average_radius'"),
+    "state_dict": ((), "in pixels: Lipschitz constant (ℓ2, everywhere) at most 0.32"),
+    "autoattack_attack": (("torchattacks",), "certificates broken: 0"),
     "foolbox_attack": (("foolbox",), "certificates broken: 0"),
     "activation_decay_trainer": (("transformers", "accelerate"), "σ = 0.2: evaluation loss"),
     "guarded_trainer": (("transformers", "accelerate"), "6 steps, norms at most"),

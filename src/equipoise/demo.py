@@ -43,7 +43,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "lvm": {"procedure": "lvm", "map": "sparsemax:0.2", "lipschitz": "auto"},
 }
 EPSILONS = (0.1, 0.25, 0.5, 1.0, 2.0)
-SIGMA, SEED = 0.25, 0
+SIGMA = 0.25
+SEED = 0
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,27 @@ def test_memory_is_bounded(tmp_path, kind):
     assert "MemoryError" not in result.stderr
 
 
-BYTES = (b"", b"\0", b"{}", b'{"a": NaN}', b"\xff" * 64, b"\xff" * 7 + b"\x7f" + b"{}")
+def tensor_file(data, *entries):
+    """A safetensors file by hand: names, shapes and offsets."""
+    header = {name: {"dtype": "F64", "shape": shape, "data_offsets": place} for name, shape, place in entries}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+BYTES = (
+    b"", b"\0", b"{}", b'{"a": NaN}', b"\xff" * 64, b"\xff" * 7 + b"\x7f" + b"{}",
+    tensor_file(bytes(16), ("a", [2], [0, 16]), ("b", [1], [8, 16])),  # they overlap
+    tensor_file(bytes(24), ("a", [1], [0, 8]), ("b", [1], [16, 24])),  # a gap
+    tensor_file(bytes(16), ("a", [1], [0, 8])), tensor_file(bytes(8), ("a", [-1], [0, 8])),
+    tensor_file(bytes(8), ("a", [2], [0, 16])), tensor_file(bytes(8), ("a", [1], [-8, 8])),
+)  # fmt: skip
+
+
+def test_tensors_are_stored_without_gaps():
+    assert checker.read_tensors(tensor_file(bytes(16), ("a", [1], [0, 8]), ("b", [1, 1], [8, 16])))["b"].shape == (1, 1)
+    for content in BYTES[6:]:
+        with pytest.raises((checker.Rejected, ValueError)):
+            checker.read_tensors(content)
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "weights.safetensors", "inputs.safetensors"])
@@ -537,6 +557,11 @@ def test_prove_writes_a_bundle_that_claims_the_radii_of_the_run(equipoise, tmp_p
     right = np.asarray(results.answer) == np.asarray(results.labels)
     # norms on tiny images are proved on circles, which are a little larger
     np.testing.assert_allclose(claimed, np.where(right, results.radius, 0), rtol=1e-4)
+
+
+def test_packaged_networks_are_checked_by_name(equipoise):
+    checked = equipoise("check", "digits", "--json")
+    assert "Lipschitz constant at most 1." in checked.json["proved"][0]
 
 
 def test_certify_writes_a_bundle_of_votes_that_is_accepted(equipoise, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from equipoise.core import InputError
-from equipoise.core.files import Count, Document, parse_document, read_bounded, sealed, unsealed
+from equipoise.core.files import Count, Document, check_document, parse_json, read_bounded, sealed, unsealed
 
 
 class Part(Document):
@@ -40,10 +40,10 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_does_not_fit_is_one_sentence(text):
-    good = parse_document(GOOD, Example, "x.json")
+    good = check_document(parse_json(GOOD, "x.json"), Example, "x.json")
     assert good == Example(steps=3, parts={"a": Part(sigma=1.0, shape=(1, 2))})
     with pytest.raises(InputError) as caught:
-        parse_document(text, Example, "x.json")
+        check_document(parse_json(text, "x.json"), Example, "x.json")
     assert BAD[text] in str(caught.value)
     assert str(caught.value).startswith("x.json")
     assert "\n" not in str(caught.value)

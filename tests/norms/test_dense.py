@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, random_start, syrk, syrk_error
+from equipoise.norms.cholesky import PIECE, random_start, syrk, syrk_error
+from equipoise.norms.dense import cholesky_bracket
 
 
 def spectrum(m, n, values):

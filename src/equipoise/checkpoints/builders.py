@@ -27,7 +27,9 @@ _OTHERS = ("equipoise.conversion:converted",)
 GROUP = "equipoise.models"
 _ADDED: dict[str, Builder] = {}
 #: what an argument may be at most: a number, a text, a list
-_INTEGER, _TEXT, _LENGTH = 2**31, 200, 4096
+_INTEGER = 2**31
+_TEXT = 200
+_LENGTH = 4096
 #: operations that building a model may take per stored tensor, fifty times what it does take
 _CALLS = 500
 

@@ -89,7 +89,8 @@ def load_hugging_face(
         )
 
     numbers, tensors = _count(folder)
-    settings_class, builder = getattr(transformers, f"{family}Config"), getattr(transformers, name)
+    settings_class = getattr(transformers, f"{family}Config")
+    builder = getattr(transformers, name)
     fields = {
         key for key in settings_class().to_dict() if key not in _IGNORED and not key.startswith("_")
     }

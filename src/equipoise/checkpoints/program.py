@@ -375,7 +375,8 @@ class _Reader:
                 "batch, may be dynamic: export it with dynamic_shapes=({0: torch.export.Dim('batch')},), or with static shapes"
             )
         limits = self.ranges[match[1]]
-        least, most = limits.get("min_val"), limits.get("max_val")
+        least = limits.get("min_val")
+        most = limits.get("max_val")
         batch = max(1, self.batch, least if type(least) is int else 1)
         return min(batch, most) if type(most) is int else batch
 

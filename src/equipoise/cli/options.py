@@ -36,7 +36,7 @@ Limit = Annotated[
 ]
 Shard = Annotated[
     str | None,
-    typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight (see merge)"),
+    typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight; --limit is per part"),
 ]
 Epsilon = Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")]
 Alpha = Annotated[float | None, typer.Option(help="risk per input; default that of the run")]

@@ -78,7 +78,8 @@ def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
 
 
 def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    r, c = np.asarray(radius, dtype=np.float64).ravel(), np.asarray(correct, dtype=bool).ravel()
+    r = np.asarray(radius, dtype=np.float64).ravel()
+    c = np.asarray(correct, dtype=bool).ravel()
     if r.size == 0 or r.shape != c.shape:
         raise InputError(
             f"expected as many radii as verdicts and at least one, got {r.size} and {c.size}"

@@ -68,19 +68,18 @@ class Bracket:
     vectors: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lower, upper = _tensor(self.lower), _tensor(self.upper)
+        lower = _tensor(self.lower)
+        upper = _tensor(self.upper)
         if (lower > upper).any() or lower.isnan().any() or upper.isnan().any():
             raise InputError(f"a bracket needs lower ≤ upper, got [{self.lower!r}, {self.upper!r}]")
 
     @property
     def gap(self) -> Number:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
-        if isinstance(self.lower, Tensor) or isinstance(self.upper, Tensor):
-            low, up = _tensor(self.lower), _tensor(self.upper)
-            return torch.where(up == low, torch.zeros_like(up), up / low - 1)
-        if self.upper == self.lower:
-            return 0.0
-        return self.upper / self.lower - 1 if self.lower > 0 else math.inf
+        low = _tensor(self.lower)
+        up = _tensor(self.upper)
+        gap = torch.where(up == low, torch.zeros_like(up), up / low - 1)
+        return gap if gap.dim() else float(gap)
 
     @property
     def reached(self) -> bool:

@@ -225,26 +225,6 @@ class Document(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def parse_document(text: str | bytes, model: type[Model], where: str) -> Model:
-    """Read JSON text (a file, a row of a database) as a typed document.
-
-    Args:
-        text: the JSON text.
-        model: the class of the document.
-        where: what the text is, for the error message.
-
-    Raises:
-        InputError: one sentence with the path of the key, what was expected and what came.
-
-    >>> class Example(Document):
-    ...     steps: Count
-    >>> parse_document('{"steps": "ten"}', Example, "run.json")
-    Traceback (most recent call last):
-    equipoise.core.errors.InputError: run.json: 'steps' must be a valid integer, got 'ten'
-    """
-    return check_document(parse_json(text, where), model, where)
-
-
 def check_document(value: Any, model: type[Model], where: str) -> Model:
     """Validate parsed JSON (dictionaries, lists, numbers, texts) against a typed document.
 
@@ -252,6 +232,15 @@ def check_document(value: Any, model: type[Model], where: str) -> Model:
         value: the parsed JSON.
         model: the class of the document.
         where: what it is, for the error message.
+
+    Raises:
+        InputError: one sentence with the path of the key, what was expected and what came.
+
+    >>> class Example(Document):
+    ...     steps: Count
+    >>> check_document({"steps": "ten"}, Example, "run.json")
+    Traceback (most recent call last):
+    equipoise.core.errors.InputError: run.json: 'steps' must be a valid integer, got 'ten'
     """
     try:
         # pydantic lets JSON lists fill tuples only when it reads the text itself
@@ -313,11 +302,14 @@ class Digest:
             head = f"{kind}{value.dtype}{tuple(value.shape)}"
             body = value.reshape(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, np.ndarray):
-            head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
+            head = f"{value.dtype}{value.shape}"
+            body = np.ascontiguousarray(value).tobytes()
         elif isinstance(value, bytes):
-            head, body = "bytes", value
+            head = "bytes"
+            body = value
         else:
-            head, body = "text", str(value).encode()
+            head = "text"
+            body = str(value).encode()
         for part in (name.encode(), head.encode(), body):
             self.feed(len(part).to_bytes(8, "little")).feed(part)
         return self

@@ -109,7 +109,8 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
         module: the module.
         method: name of the method.
     """
-    maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
+    maker = _defining(type(module), "forward")
+    claimer = _defining(type(module), method)
     if maker is None or claimer is None or maker is nn.Module or hooked(module):
         return False
     if maker is not claimer and not maker.__module__.startswith("torch.nn."):

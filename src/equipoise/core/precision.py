@@ -54,11 +54,9 @@ def float64(value: Any) -> Tensor:
     >>> float(float64(0.7)) == 0.7, float(torch.as_tensor(0.7).double()) == 0.7
     (True, False)
     """
-    return (
-        value.detach().double()
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=torch.float64)
-    )
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def inflate(x: FloatOrTensor) -> FloatOrTensor:

@@ -29,7 +29,7 @@ from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 
 #: relative allowance for the rounding of float64 sums of squares and products
-_ROOM = 1 + 1e-9
+_ROUNDING = 1 + 1e-9
 Chain = list[tuple[str, nn.Module]]
 
 
@@ -107,7 +107,8 @@ def hessian_bound_report(
     downstream = _downstream(chain, norms)
 
     gradient = 0.0
-    parts, sensitivities = dict.fromkeys(linear, 0.0), dict.fromkeys(linear, 0.0)
+    parts = dict.fromkeys(linear, 0.0)
+    sensitivities = dict.fromkeys(linear, 0.0)
     for x, y in hessian.batches:
         inputs, z = _activations(chain, x)
         bend, slope = _logit_curvature(z, y, loss)
@@ -122,12 +123,12 @@ def hessian_bound_report(
             name,
             norms[name],
             downstream[name],
-            sensitivities[name] * _ROOM,
+            sensitivities[name] * _ROUNDING,
             part / total if total else 0.0,
         )
         for name, part in parts.items()
     )
-    return HessianBoundReport(float(inflate(total * _ROOM)), gradient, rows)
+    return HessianBoundReport(float(inflate(total * _ROUNDING)), gradient, rows)
 
 
 def _chain(model: nn.Module) -> Chain:
@@ -184,8 +185,10 @@ def _downstream(chain: Chain, norms: dict[str, float]) -> dict[str, float]:
         if name in norms:
             downstream[name] = factor
             factor = math.nextafter(factor * norms[name], math.inf)
-        elif (curve := read_activation(module)) is not None:
-            factor = math.nextafter(factor * curve.gain, math.inf)
+            continue
+        activation = read_activation(module)
+        if activation is not None:
+            factor = math.nextafter(factor * activation.gain, math.inf)
     return downstream
 
 
@@ -198,14 +201,13 @@ def _logit_curvature(z: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
                 f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"
             )
         gradient = 2 / classes * (z - y.double())
-        return torch.full((len(z),), 2 / classes, dtype=torch.float64), torch.linalg.vector_norm(
-            gradient, dim=1
-        )
+        bend = torch.full((len(z),), 2 / classes, dtype=torch.float64)
+        return bend, torch.linalg.vector_norm(gradient, dim=1)
     y = require_labels(y, *z.shape)
     p = z.softmax(1)
     gershgorin = (2 * p * (1 - p)).amax(1).clamp_max(0.5)  # row sums of |diag(p) − ppᵀ|
     hot = nn.functional.one_hot(y.long(), classes)
-    return gershgorin * _ROOM + 1e-14, torch.linalg.vector_norm(p - hot, dim=1)
+    return gershgorin * _ROUNDING + 1e-14, torch.linalg.vector_norm(p - hot, dim=1)
 
 
 def smoothed_loss_bound(

@@ -74,8 +74,7 @@ class LossHessian(LinearOperator):
                 f"this model has no parameter with a name that matches {patterns[0]!r}; see model.named_parameters()"
             )
         first = next(iter(selected.values()))
-        exact = first.dtype in (torch.float32, torch.float64)
-        self.arithmetic = dtype or (first.dtype if exact else torch.float32)
+        self.arithmetic = dtype or torch.promote_types(first.dtype, torch.float32)
         self.device = first.device
 
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -172,7 +171,8 @@ def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_square(z: Tensor, y: Tensor) -> Tensor:
-    z, y = z.reshape(len(z), -1), y.reshape(len(y), -1)
+    z = z.reshape(len(z), -1)
+    y = y.reshape(len(y), -1)
     if z.shape != y.shape:  # would be broadcast
         raise InputError(
             f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}"

@@ -183,14 +183,16 @@ def spectral_density(
     require_counts(steps=steps, vectors=vectors)
     require_type(hessian, LinearOperator, "hessian")
     rng = np.random.default_rng(seed)
-    nodes, weights = [], []
+    nodes = []
+    weights = []
     for _ in range(vectors):
         v = rng.choice((-1.0, 1.0), size=hessian.size)
         T = lanczos(hessian, v / np.linalg.norm(v), min(steps, hessian.size))
         theta, U = np.linalg.eigh(T)
         nodes.append(theta)
         weights.append(U[0] ** 2 / vectors)
-    values, shares = np.concatenate(nodes), np.concatenate(weights)
+    values = np.concatenate(nodes)
+    shares = np.concatenate(weights)
     order = np.argsort(values)
     return SpectralDensity(values[order], shares[order])
 

@@ -24,7 +24,8 @@ Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 #: the label of an input without one
 UNKNOWN = -1
 #: usual names of the inputs and of the labels
-IMAGES, LABELS = ("image", "x"), ("label", "y")
+IMAGES = ("image", "x")
+LABELS = ("label", "y")
 _CHUNK_BYTES = 16 * 2**20
 _LARGEST_LABEL = np.iinfo(np.int32).max
 
@@ -217,23 +218,23 @@ def arrange(inputs: Array, where: str, layout: Layout = "auto") -> Array:
         raise InputError(f"{where} has shape {inputs.shape}, expected (N, …), not empty")
 
     axes = inputs.ndim
-    chosen: str = layout
+    order: str = layout
     if layout == "auto":
         usual = {3: "NHW", 4: "NHWC"} if dtype == np.uint8 else {4: "NCHW"}
-        chosen = usual.get(axes, "as-is")
-        channels, opposite = (inputs.shape[i] for i in ((1, -1) if chosen == "NCHW" else (-1, 1)))
+        order = usual.get(axes, "as-is")
+        channels, opposite = (inputs.shape[i] for i in ((1, -1) if order == "NCHW" else (-1, 1)))
         if axes == 4 and channels not in (1, 3, 4) and opposite in (1, 3, 4):
             raise InputError(
-                f"{where} has {dtype} inputs of shape {inputs.shape[1:]}, which read as {chosen} have {channels} channels: "
+                f"{where} has {dtype} inputs of shape {inputs.shape[1:]}, which read as {order} have {channels} channels: "
                 "say layout='NHWC' or 'NCHW' (--set layout=NHWC)"
             )
-    if axes != {"NHWC": 4, "NCHW": 4, "NHW": 3, "as-is": axes}.get(chosen):
+    if axes != {"NHWC": 4, "NCHW": 4, "NHW": 3, "as-is": axes}.get(order):
         raise InputError(
             f"{where} has {axes} axes, expected layout NHWC, NCHW, NHW or as-is to fit, got {layout!r}"
         )
-    if chosen == "NHW":
+    if order == "NHW":
         inputs = inputs[:, None]
-    if chosen == "NHWC":
+    if order == "NHWC":
         inputs = inputs.transpose(0, 3, 1, 2)
     return inputs.astype(dtype, copy=False)
 

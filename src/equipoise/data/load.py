@@ -208,10 +208,10 @@ def _read_archive(
             raise InputError(
                 f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone"
             )
-        chosen = _choose_split(split, list(pairs), name)
+        split = _choose_split(split, list(pairs), name)
         labels = {part: read(y) for part, (_, y) in pairs.items() if y is not None}
-        inputs = read(pairs[chosen][0])
-    dataset = Dataset.from_arrays(inputs, labels.get(chosen), name=name, layout=layout, scale=scale)
+        inputs = read(pairs[split][0])
+    dataset = Dataset.from_arrays(inputs, labels.get(split), name=name, layout=layout, scale=scale)
     # a single split may lack the last class
     tops = [int(check_labels(y, len(y), name).max()) for y in labels.values()]
     return replace(dataset, num_classes=1 + max(tops)) if tops else dataset
@@ -302,8 +302,8 @@ def _read_pictures(root: Path, split: str | None, size: Size | None = None) -> D
     depth = len(files[0].relative_to(root).parts)
     if depth == 3:
         splits = sorted({file.parts[-3] for file in files})
-        chosen = _choose_split(split, splits, str(root))
-        files = [file for file in files if file.parts[-3] == chosen]
+        split = _choose_split(split, splits, str(root))
+        files = [file for file in files if file.parts[-3] == split]
     elif split is not None:
         _choose_split(split, ["all"], str(root))
 

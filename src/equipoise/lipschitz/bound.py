@@ -13,7 +13,7 @@ from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.measure import ChainMethod, whole_bound
-from equipoise.lipschitz.operations import Constant, Copy, Scaled, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Opaque, Scaled, Sum
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row, pair_constants
@@ -116,6 +116,8 @@ def _silent(step: Step) -> bool:
             return all(gain <= 1 for _, gain in step.gains)
         case Scaled(factor=factor, shift=shift):
             return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1
+        case Opaque(inside=inside):
+            return inside
         case _:
             return isinstance(step.map, Constant)
 

@@ -270,6 +270,10 @@ def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
         return before.form, before.base
+    if isinstance(before.form, Matrix) and aten_name(call.node) in RESHAPES:
+        # a matrix acts on rows, which stay the same in the same order
+        same_rows = call.shape[-1:] == step.gains[0][0].shape[-1:]
+        return (before.form, before.base) if same_rows else (None, None)
     if isinstance(before.form, Matrix) and aten_name(call.node) == "slice.Tensor":
         if call["dim"] not in (-1, len(call.shape) - 1):
             return None, None

@@ -105,7 +105,8 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
     dim = _shared_dim(a, b)
     if dim is None:
         return None
-    top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
+    top_a = float(a.factor.abs().max())
+    top_b = float(b.factor.abs().max())
     error = _product_error(4 * _U * top_a * top_b, top_a, a.error, top_b, b.error)
     return Diagonal(a.factor * b.factor, dim, error)
 
@@ -113,11 +114,16 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
 def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix | Convolution | None:
     """`diag(f)·A` (rows) or `A·diag(f)` (columns); the rounding of the product and the errors of both factors add up."""
     if isinstance(form, Matrix):
-        weight, groups, dim = form.matrix.double(), 1, -1
+        weight = form.matrix.double()
+        groups = 1
+        dim = -1
     else:
-        weight, groups, dim = form.weight.double(), form.groups, 1
+        weight = form.weight.double()
+        groups = form.groups
+        dim = 1
     side = weight.shape[0] if rows else weight.shape[1] * groups
-    factor, top = scale.factor, float(scale.factor.abs().max())
+    factor = scale.factor
+    top = float(scale.factor.abs().max())
     if factor.numel() > 1 and (scale.dim != dim or factor.numel() != side):
         return None
 
@@ -138,8 +144,10 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
     if then.matrix.shape[0] * first.matrix.shape[1] > ENTRIES:
         return None
-    A, B = then.matrix.double(), first.matrix.double()
-    a, b = float(frobenius(A)), float(frobenius(B))
+    A = then.matrix.double()
+    B = first.matrix.double()
+    a = float(frobenius(A))
+    b = float(frobenius(B))
     rounding = gamma(B.shape[0] + 4, torch.float64) * a * b
     return Matrix(A @ B, _product_error(rounding, a, then.error, b, first.error))
 
@@ -160,9 +168,11 @@ def _with_pointwise(first: Convolution, then: Convolution) -> Convolution | None
     kept, inner = mix.weight.shape[:2] if after else reversed(mix.weight.shape[:2])
     if conv.groups != 1 or conv.weight.numel() // inner * kept > ENTRIES:
         return None
-    K, A = conv.weight.double(), mix.weight.double().flatten(1)
+    K = conv.weight.double()
+    A = mix.weight.double().flatten(1)
     weight = torch.einsum("om,mi...->oi..." if after else "mi,om...->oi...", A, K).contiguous()
-    a, k = float(frobenius(A)), spread(K, conv)
+    a = float(frobenius(A))
+    k = spread(K, conv)
     rounding = gamma(inner + 4, torch.float64) * a * k
     return conv.with_weight(weight, _product_error(rounding, a, mix.error, k, conv.error))
 
@@ -220,13 +230,15 @@ def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
             return None
     if max(a.weight.shape[0], a.geometry.channels) > CHANNELS:
         return None
-    A, B = _ungrouped(a), _ungrouped(b)
+    A = _ungrouped(a)
+    B = _ungrouped(b)
     axes = []
     box_a: list[slice] = [slice(None), slice(None)]
     box_b: list[slice] = [slice(None), slice(None)]
     for x, y in zip(a.axes, b.axes, strict=True):
         left = max(x.left, y.left)
-        start_x, start_y = left - x.left, left - y.left
+        start_x = left - x.left
+        start_y = left - y.left
         taps = max(start_x + x.kernel, start_y + y.kernel)
         assert x.size is not None
         assert x.out is not None

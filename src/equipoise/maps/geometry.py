@@ -138,31 +138,30 @@ def zero_lattice(axis: Axis) -> Lattice | None:
     other tap: with m in [m0, m1], j in [j0, j1] and taps 0 … Q that means `N ≥ max(m1 − j0 + 1, Q + 1 + j1 − m0)`.
     """
     g = math.gcd(axis.stride, axis.dilation)
-    s, d = axis.stride // g, axis.dilation // g
+    s = axis.stride // g
+    d = axis.dilation // g
     taps, phases, length = _phase_taps(axis.kernel, s, d)
     if axis.size is None:
         return Lattice(taps, phases, length, None)
     assert axis.out is not None
     # positions y/g that hold a pixel
-    first, last = (
-        -(-axis.left // g),
-        (axis.left + axis.size - 1) // g,
-    )
+    first = -(-axis.left // g)
+    last = (axis.left + axis.size - 1) // g
     if first > last:
         return None
     # with s = 1 the coarse offsets are d·a, written as a on a grid of N/d
     spread = d if s == 1 else 1
     top = (length - 1) * spread
-    m0, m1 = first // s, last // s
-    j0, j1 = max(0, m0 - top), min(axis.out - 1, m1)
+    m0 = first // s
+    m1 = last // s
+    j0 = max(0, m0 - top)
+    j1 = min(axis.out - 1, m1)
     if j0 > j1:
         return None
     size = max(m1 - j0 + 1, top + 1 + j1 - m0)
     # coarse positions all of whose phases are pixels
-    full0, full1 = (
-        -(-first // s),
-        (last - s + 1) // s,
-    )
+    full0 = -(-first // s)
+    full1 = (last - s + 1) // s
     window = min(full1, axis.out - 1) - max(full0, top) + 1
     window_out = min(full1 - top, axis.out - 1) - full0 + 1
     return Lattice(
@@ -180,14 +179,18 @@ def circular_lattice(axis: Axis) -> tuple[Lattice, float] | None:
 
     Exact when the stride divides the size; None where it does not (outputs then meet at odd distances).
     """
-    s, d, n = axis.stride, axis.dilation, axis.size
+    s = axis.stride
+    d = axis.dilation
+    n = axis.size
     if n is None or axis.out is None:
         taps, phases, length = _phase_taps(axis.kernel, 1, 1)
         return (Lattice(taps, phases, length, None), _repeats_any_size(axis)) if s == 1 else None
     if n % s:
         return None
     g = math.gcd(s, d)
-    n, s, d = n // g, s // g, d // g
+    n = n // g
+    s = s // g
+    d = d // g
     copies = -(-axis.out // (n // s))
     taps, phases, length = _phase_taps(axis.kernel, s, d)
     size = n // math.gcd(n, d) if s == 1 else n // s
@@ -318,7 +321,8 @@ class Geometry:
             raise InputError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
         if groups < 1 or shape[0] % groups:
             raise InputError(f"{shape[0]} output channels cannot be split into {groups} groups")
-        strides, dilations = integers(stride, dims, "stride"), integers(dilation, dims, "dilation")
+        strides = integers(stride, dims, "stride")
+        dilations = integers(dilation, dims, "dilation")
         axes = []
         for i, k in enumerate(shape[2:]):
             reach = dilations[i] * (k - 1)

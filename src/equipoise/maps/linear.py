@@ -198,7 +198,8 @@ class Convolution:
         """For a complex weight `A + iB` the real `[[A, −B], [B, A]]`, which has the same singular values, each twice."""
         if not self.weight.is_complex():
             return self
-        A, B = self.kernel.real, self.kernel.imag
+        A = self.kernel.real
+        B = self.kernel.imag
         blocks = torch.cat([torch.cat([A, -B], 2), torch.cat([B, A], 2)], 1)
         return self.with_weight(blocks.flatten(0, 1))
 

@@ -1,6 +1,6 @@
 """Activations as values: the one table of their slopes, curvature, size and real function.
 
-A `Pointwise` applies one real function φ to every entry. Everything a bound needs of it stands here, rounded outward: the
+A `Pointwise` applies one real function φ to every entry. Everything a bound needs of it is in this table, rounded outward: the
 interval of its slopes (the Lipschitz constant is the larger end in absolute value), the largest |φ''| where φ is smooth,
 |φ(0)| and sup|φ|, and, for maps with one kink at 0 and slopes on either side (ReLU, leaky ReLU, |x|), those two slopes.
 GELU, SiLU and Mish exceed 1, and their slopes go below 0; `GELU'(x) + GELU'(−x) = 1`, and the same for its tanh form and
@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from equipoise.core.precision import float64, inflate
 
 Function = Callable[[Tensor], Tensor]
-GELU, SILU = 1.128904145185156, 1.099839320128868
+GELU = 1.128904145185156
+SILU = 1.099839320128868
 GELU_TANH = 1.1289934  # 1.128993068658773, and more than the rounding of its two constants to float32 can add
-MISH, MISH_LOW = 1.088498161251729, -0.112526123
+MISH = 1.088498161251729
+MISH_LOW = -0.112526123
 SELU = 1.758099340847378
 SIXTH = 0.1666666716337205  # 1/6 as float32 rounds it up
 
@@ -63,10 +65,6 @@ class Pointwise:
         return self.function(x)
 
 
-def _number(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64)
-
-
 def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     """`left·x` below 0 and `right·x` above; tensors must broadcast against the entries.
 
@@ -77,8 +75,8 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
     >>> hinge(0.1).slopes, hinge(-2.0).gain
     ((0.1, 1.0), 2.0)
     """
-    a, b = (s if isinstance(s, Tensor) else _number(s) for s in (left, right))
-    a, b = a.detach().double(), b.detach().double()
+    a = float64(left)
+    b = float64(right)
     ends = [float(v) for t in (a, b) for v in (t.min(), t.max())]
     plain = bool(((a.abs() == 1) | (a == 0)).all()) and bool(((b.abs() == 1) | (b == 0)).all())
     return Pointwise(

@@ -20,6 +20,8 @@ TRANSPOSED: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+#: layers that are linear maps and have a `weight`
+LINEAR_MAPS: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
@@ -28,8 +30,7 @@ def module_kind(module: nn.Module) -> type[nn.Module]:
     Parametrised modules pass: their forward is that of the plain class and `module.weight` is the effective weight.
     """
     name = type(module).__name__
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-    kind = next((k for k in kinds if isinstance(module, k)), None)
+    kind = next((k for k in LINEAR_MAPS if isinstance(module, k)), None)
     if kind is None:
         raise Refused(
             f"spectral_norm knows nn.Linear, nn.Conv1d/2d/3d and nn.ConvTranspose1d/2d/3d, not {name}; "

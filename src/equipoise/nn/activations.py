@@ -162,7 +162,8 @@ class HouseholderActivation(Described):
         shape = [1] * x.dim()
         shape[self.dim] = self.channels // 2
         half = self.theta.reshape(shape) / 2
-        s, c = half.sin(), -half.cos()
+        s = half.sin()
+        c = -half.cos()
         a, b = x.chunk(2, self.dim)
         t = 2 * (s * a + c * b).clamp(max=0)
         return torch.cat([a - t * s, b - t * c], self.dim)
@@ -223,7 +224,8 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     ((0.0, 1.0), (0.1, 1.0), True, None)
     """
     if type(activation) is Contracted:
-        inner, factor = slopes(activation.activation), activation.factor
+        inner = slopes(activation.activation)
+        factor = activation.factor
         return None if inner is None else (inner[0] * factor, inner[1] * factor)
     pointwise = read_activation(activation) if isinstance(activation, nn.Module) else None
     return None if pointwise is None else pointwise.slopes

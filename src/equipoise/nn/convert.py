@@ -212,7 +212,8 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _centering(norm: Any) -> BatchCentering:
-    mean, var = norm.running_mean, norm.running_var
+    mean = norm.running_mean
+    var = norm.running_var
     momentum = norm.momentum if norm.momentum else 0.1
     layer = BatchCentering(norm.num_features, momentum, device=mean.device, dtype=mean.dtype)
     layer.running_mean.copy_(mean)

@@ -310,8 +310,10 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     Reference: Arjovsky, Chintala & Bottou (2017); Serrurier et al. (2021).
     """
     if _one_score(z):
-        signs, score = _signs(z, y), z.double().flatten()
-        up, down = signs > 0, signs < 0
+        signs = _signs(z, y)
+        score = z.double().flatten()
+        up = signs > 0
+        down = signs < 0
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
     else:

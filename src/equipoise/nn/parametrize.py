@@ -24,18 +24,12 @@ from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.geometry import Geometry
-from equipoise.maps.reading import geometry_of
+from equipoise.maps.reading import CONVOLUTIONS, geometry_of
 
 Tensors = tuple[Tensor, ...]
 
 #: the plain layers that a parametrization may be registered on
-PLAIN: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose2d,
-)
+PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS, nn.ConvTranspose2d)
 #: for how many image sizes an evaluated module keeps its effective tensors
 _CACHED_SIZES = 4
 
@@ -183,7 +177,8 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             values = _compute_with(ctx.module, tensors, ctx.args)
         present = [i for i, value in enumerate(values) if value.requires_grad]
-        outputs, outer = [values[i] for i in present], [gradients[i] for i in present]
+        outputs = [values[i] for i in present]
+        outer = [gradients[i] for i in present]
         return None, None, None, *differentiated(outputs, outer, *tensors, again=again)
 
 

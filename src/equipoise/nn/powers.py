@@ -106,11 +106,13 @@ def _kernel_powers(K: Tensor, t: int) -> _Table:
 
     cross = C.mT @ B
     A = _offsets(B.mT @ B + C.mT @ C, cross - cross.mT, reach)
-    log2, one = K.new_zeros(1, K.shape[0], 1, 1), K.new_ones(1, 1, 1, 1)
+    log2 = K.new_zeros(1, K.shape[0], 1, 1)
+    one = K.new_ones(1, 1, 1, 1)
     history = [[B, C, one]]
     for step in range(t - 1):
         cos, sin = _waves("finer", reach, A)
-        X, Y = torch.tensordot(cos, A + A.mT, 1), torch.tensordot(sin, A.mT - A, 1)
+        X = torch.tensordot(cos, A + A.mT, 1)
+        Y = torch.tensordot(sin, A.mT - A, 1)
         reach = tuple(2 * h for h in reach)
         cross = X @ Y
         A = _offsets(X @ X + Y.mT @ Y, cross - cross.mT, reach)
@@ -131,7 +133,8 @@ def _kernel_gradient(gA: Tensor, history: list[list[Tensor]], reach: Reach) -> T
         product = _offsets_adjoint(gA * factor, reach) @ torch.complex(X, Y)
         reach = tuple(h // 2 for h in reach)
         cos, sin = _waves("finer", reach, X)
-        c, s = torch.tensordot(cos.mT, product.real, 1), torch.tensordot(sin.mT, product.imag, 1)
+        c = torch.tensordot(cos.mT, product.real, 1)
+        s = torch.tensordot(sin.mT, product.imag, 1)
         gA = 2 * ((c - s) + (c + s).mT)
 
     B, C, factor = history[0]
@@ -182,11 +185,9 @@ class Powers:
         g = g.to(self.signs.dtype)
         gA = self.signs * (g + g.mT)
         gA[0] = self.signs[0] * g
-        return (
-            _kernel_gradient(gA, self.history, self.reach)
-            if self.reach
-            else _matrix_gradient(gA, self.history)
-        )
+        if not self.reach:
+            return _matrix_gradient(gA, self.history)
+        return _kernel_gradient(gA, self.history, self.reach)
 
 
 def powers(K: Tensor, t: int) -> Powers:

@@ -133,17 +133,20 @@ class _Rescaled(torch.autograd.Function):
             values, outer = zip(*[pair for pair in pairs if pair[1] is not None], strict=True)
             return *differentiated(values, outer, K, log_q), None
 
-        own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
+        own = None
+        total = torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:
             own = g * factor
             total = total + (g * K).sum([d for d in range(K.dim()) if d not in (0, 2)]) * _factor(K)
         c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
-        q, inside = None, None
+        q = None
+        inside = None
         if log_q is None:
             g_T = c[..., :, None].expand_as(ctx.table.T)
         else:
             wide = log_q.to(R)
-            q, inside = wide.clamp(-_LOG_Q, _LOG_Q).exp(), wide.abs() <= _LOG_Q
+            q = wide.clamp(-_LOG_Q, _LOG_Q).exp()
+            inside = wide.abs() <= _LOG_Q
             g_T = (c / q)[..., :, None] * q[..., None, :]
         g_K = ctx.table.gradient(g_T).reshape(K.shape)
         g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
@@ -184,7 +187,8 @@ def _factor(like: Tensor) -> float:
 
 def _shrunk(like: Tensor) -> float:
     """1 minus what rounding to the dtype adds to the norm."""
-    taps, u = math.prod(like.shape[3:]), unit_roundoff(like.dtype)
+    taps = math.prod(like.shape[3:])
+    u = unit_roundoff(like.dtype)
     return (
         1
         - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2]))
@@ -249,7 +253,8 @@ class SN(Parametrization):
         super().__init__(geometry, **factory)
         require_number(iterations, "iterations", least=1, most=30, whole=True)
         require_number(grid, "grid", least=4, whole=True)
-        self.iterations, self.grid = iterations, grid
+        self.iterations = iterations
+        self.grid = grid
         self.lattices = _lattices(geometry)
 
     def construct(self, raw: Tensor) -> Tensor:
@@ -305,7 +310,8 @@ class SR(Parametrization):
         super().__init__(geometry, **factory)
         check_steps(t)
         require_one_of(get_args(Side), side=side)
-        self.t, self.lattices = t, _lattices(geometry)
+        self.t = t
+        self.lattices = _lattices(geometry)
         ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
         out = geometry.shape[0] // geometry.groups
         self.transposed = side == "output" or (side == "smaller" and out < ins)

@@ -250,7 +250,8 @@ def ending(model: nn.Module) -> Ending | None:
             return Ending(final.weight, None)
         return Ending(final.weight, inflate(final.trunk * trunk) if trunk != 1 else final.trunk)
     if type(model) is Lipschitz:
-        inner, scale = ending(model.module), model.scale
+        inner = ending(model.module)
+        scale = model.scale
         return None if inner is None else Ending(lambda: inner.weight() * scale, inner.trunk)
     plain = type(model) is nn.Linear or sole_parametrization(model) is not None
     if isinstance(model, nn.Linear) and plain and type(model).forward is nn.Linear.forward:

@@ -69,7 +69,8 @@ def _window(
     for size, k, stride, dilation in zip(x.shape[2:], kernel, strides, dilations, strict=True):
         count = -(-size // stride)
         total = max(0, (count - 1) * stride + (k - 1) * dilation + 1 - size)
-        small, large = total // 2, total - total // 2
+        small = total // 2
+        large = total - total // 2
         pairs.append((small, large) if auto_pad == "SAME_UPPER" else (large, small))
     return strides, dilations, pairs
 
@@ -103,7 +104,8 @@ def _conv(
     run = _of_rank(spec, x, "conv")
     strides, dilations, pairs = _window(spec, x, list(weight.shape[2:]), **window)
     if not _is_even(pairs):
-        x, pairs = _pad(x, pairs), [(0, 0)] * len(pairs)
+        x = _pad(x, pairs)
+        pairs = [(0, 0)] * len(pairs)
     return run(x, weight, bias, strides, [before for before, _ in pairs], dilations, group)
 
 

@@ -135,7 +135,8 @@ class OnnxNetwork(nn.Module):
         self._folded[_shapes(inputs)] = folded, arrays
         self._require_declared(values)
 
-        source, self._source = self._source, None
+        source = self._source
+        self._source = None
         as_stored = [x.dtype for x in inputs] == list(self.graph.dtypes.values())
         if source is not None and as_stored and entries <= LARGEST_COMPARED:
             require_same_results(self, source, self._named(inputs))

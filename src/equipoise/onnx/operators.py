@@ -260,8 +260,8 @@ def _reduction(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operato
     ) -> Tensor:
         if not axes and noop_with_empty_axes:
             return x
-        chosen = axes or range(x.dim())
-        return function(x, [axis % max(1, x.dim()) for axis in chosen], bool(keepdims))
+        reduced = [axis % max(1, x.dim()) for axis in axes or range(x.dim())]
+        return function(x, reduced, bool(keepdims))
 
     return run
 

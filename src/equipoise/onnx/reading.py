@@ -206,8 +206,8 @@ def _element(kind: int) -> str:
     """ONNX's name of an element type."""
     from onnx import TensorProto
 
-    known = TensorProto.DataType.values()
-    return TensorProto.DataType.Name(kind) if kind in known else str(kind)
+    kinds = TensorProto.DataType
+    return kinds.Name(kind) if kind in kinds.values() else str(kind)
 
 
 class _Reader:

@@ -37,7 +37,9 @@ def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Te
 
 @operator("Range")
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = start.item(), limit.item(), step.item()
+    first = start.item()
+    last = limit.item()
+    by = step.item()
     bounded(spec, [math.ceil(abs((last - first) / by))])
     return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
 
@@ -179,10 +181,10 @@ def _slice(
 @operator("Gather")
 def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
     axis = _axis(spec, axis, x)
-    chosen = _indices(spec, index, x.shape[axis])
+    places = _indices(spec, index, x.shape[axis])
     if index.ndim == 0:
         return x.select(axis, int(index))
-    return x.index_select(axis, chosen.reshape(-1)).reshape(
+    return x.index_select(axis, places.reshape(-1)).reshape(
         [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
     )
 
@@ -250,8 +252,8 @@ def _resize(
         bounded(spec, [*x.shape[:axis], size, *x.shape[axis + 1 :]])
         places = _COORDINATES[coordinates](np.arange(size, dtype=np.float64), scale, length, size)
         if mode == "nearest":
-            chosen = np.clip(_ROUNDING[rounding](places), 0, length - 1).astype(np.int64)
-            x = x.index_select(axis, torch.from_numpy(chosen))
+            nearest = np.clip(_ROUNDING[rounding](places), 0, length - 1).astype(np.int64)
+            x = x.index_select(axis, torch.from_numpy(nearest))
         else:
             bounded(spec, [size, length])
             matrix = torch.from_numpy(_interpolation(places, length))

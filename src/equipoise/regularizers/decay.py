@@ -116,7 +116,8 @@ def smoothed_cross_entropy(
         logits.shape[:-1].numel(),
         logits.shape[-1],
     )
-    z, dtype = logits.to(_wide(logits)), _wide(logits)
+    z = logits.to(_wide(logits))
+    dtype = _wide(logits)
     g = torch.randn(samples, *z.shape, generator=generator, dtype=dtype, device=z.device)
     # the gradient of a length at zero is zero
     spread = sigma * safe_root(_square(h)).to(dtype)[..., None] * g
@@ -160,11 +161,13 @@ class _Watching:
         self._drop()
         for handle in self._outer:
             handle.remove()
-        self._outer, self._calls = [], []
+        self._outer = []
+        self._calls = []
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._drop()
-        self._calls, self._differentiated = [], torch.is_grad_enabled()
+        self._calls = []
+        self._differentiated = torch.is_grad_enabled()
         self._inner = [
             layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
             for name, layer in self._layers.items()
@@ -307,11 +310,7 @@ class ActivationDecay(_Watching):
             self.name = self._calls[0][0]
             self._layers = {self.name: self._layers[self.name]}
         elif isinstance(output, Tensor):
-            raise InputError(
-                f"the forward pass did not call {self.name!r}"
-                if self.name
-                else "no nn.Linear was called"
-            )
+            raise InputError(f"the forward pass did not call {self.name or 'any nn.Linear'}")
 
     def _record(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         self._calls = []  # only the last call counts
@@ -357,7 +356,7 @@ class LayerwiseDecay(_Watching):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _require_rows(h: Any, logits: Any) -> None:

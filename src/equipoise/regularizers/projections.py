@@ -136,7 +136,8 @@ def project_(
 
 @torch.no_grad()
 def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float) -> Bound:
-    bound, margin = operator_norm(module, p), 0.0
+    bound = operator_norm(module, p)
+    margin = 0.0
     for _ in range(60):
         if float(bound) <= radius:
             return bound

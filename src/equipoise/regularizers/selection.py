@@ -12,20 +12,11 @@ from torch import Tensor, nn
 from equipoise.core.checks import require_module
 from equipoise.core.errors import InputError
 from equipoise.core.modules import evaluating
+from equipoise.maps.reading import LINEAR_MAPS as LINEAR_MAPS
+from equipoise.maps.reading import TRANSPOSED
 
 Names = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...] | None
 Types = type[nn.Module] | tuple[type[nn.Module], ...]
-
-#: layers that are linear maps and have a `weight`
-LINEAR_MAPS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 def name_matches(name: str, names: Names) -> bool:
@@ -116,7 +107,7 @@ def as_matrix(name: str, module: nn.Module) -> Tensor:
         raise InputError(
             f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names="
         )
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+    if isinstance(module, TRANSPOSED):
         weight = weight.transpose(0, 1)
     return weight.flatten(1)
 

@@ -100,8 +100,10 @@ class SpectralPenalty:
         self.weight = require_number(weight, "weight", least=0)
         self.target = require_number(target, "target", least=0)
         self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)
-        self.kind, self.bound = kind, bound
-        self.iterations, self.grid = iterations, grid
+        self.kind = kind
+        self.bound = bound
+        self.iterations = iterations
+        self.grid = grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
             # refuses overridden forwards and hooks: their weight says nothing about their norm

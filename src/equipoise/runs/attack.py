@@ -24,9 +24,11 @@ from equipoise.smoothing import SmoothedClassifier, Stream
 from equipoise.smoothing.noise import noise_key
 
 #: multiples of the certified radius that are attacked: nothing may break at the first, the second shows the attack's power
-INSIDE, BEYOND = 0.99, 1.5
+INSIDE = 0.99
+BEYOND = 1.5
 #: levels of the tests that call a smoothed attack successful, and that confirm one inside a certificate
-SUCCESS, CONFIRMED = 1e-3, 1e-6
+SUCCESS = 1e-3
+CONFIRMED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class AttackSummary:
             f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} broke (the power of the attack)",
         ]
         for v in self.broken:
-            radius, distance = format_down(v.radius, 6), format_down(v.distance, 6)
+            radius = format_down(v.radius, 6)
+            distance = format_down(v.distance, 6)
             lines.append(
                 f"VIOLATION at input {v.id}: certified radius {radius}, broken at {distance}"
             )

@@ -339,7 +339,8 @@ def _fixed_constant(job: Job) -> Constant | None:
         return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    model, device = job.spec.model, job.spec.device
+    model = job.spec.model
+    device = job.spec.device
     x = job.spec.example.to(device)
     upper = lipschitz_bound(model.build(device), x.expand(model.batch or 1, *x.shape)).upper
     if upper == math.inf:
@@ -376,7 +377,9 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
         raise InputError(
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
         )
-    n, sigma, alpha = settings.n, settings.levels.sigma, settings.alpha
+    n = settings.n
+    sigma = settings.levels.sigma
+    alpha = settings.alpha
     maps = choose_map(
         np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network
     )

@@ -309,7 +309,9 @@ class Run:
 
         Guarantee: each certificate is wrong with probability at most alpha, for one derivation fixed beforehand.
         """
-        manifest, rows, settings = self.manifest, self.rows, self.settings
+        manifest = self.manifest
+        rows = self.rows
+        settings = self.settings
         if self.kind == "proved" or not rows:
             raise InputError(
                 "a proved run holds radii without risk, and a run with no finished inputs has none: there is nothing to derive"

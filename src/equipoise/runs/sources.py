@@ -165,7 +165,8 @@ class Inputs:
         pair = self.dataset[position]
         try:
             x, label = pair_of(pair, None, "it")
-            x, label = torch.as_tensor(x), int(label)
+            x = torch.as_tensor(x)
+            label = int(label)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise InputError(f"input {name!r} is not a pair (input, label): {error}") from error
         if not x.is_floating_point():

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field
 
+from equipoise.attacks import Norm
 from equipoise.core import files
 from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
@@ -37,7 +38,7 @@ from equipoise.core.files import (
     check_document,
     digest_document,
     open_regular,
-    parse_document,
+    parse_json,
     read_json,
 )
 from equipoise.runs.sources import InputId, Selection
@@ -48,7 +49,6 @@ from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 MANIFEST = "run.json"
 
 Kind = Literal["sampled", "proved"]
-Norm = Literal["l2", "linf", "l1"]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -633,10 +633,8 @@ class Store(AbstractContextManager["Store"]):
 
     def _read(self, kind: str, model: type[Model]) -> list[Model]:
         """The payloads of one kind as typed documents."""
-        return [
-            parse_document(text, model, f"{self.path}, an entry of kind {kind}")
-            for text in self._texts(kind)
-        ]
+        where = f"{self.path}, an entry of kind {kind}"
+        return [check_document(parse_json(text, where), model, where) for text in self._texts(kind)]
 
     def _insert(self, kind: str, pairs: Iterable[tuple[str, str]], schema: str = "") -> None:
         """All entries are committed, or none."""

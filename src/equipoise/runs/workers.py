@@ -148,11 +148,13 @@ class SampledWorker(Worker):
     def _soft(self, item: Item, x: Tensor) -> SoftVotes:
         """Moments under the map of the run."""
         manifest = self.spec.manifest
-        settings, simplex = manifest.settings, manifest.simplex
+        settings = manifest.settings
+        simplex = manifest.simplex
         assert simplex is not None
         network = manifest.stretched(manifest.lipschitz)
         logits = self.counter.selection(x[None], settings.n0, [item.id], Stream.SELECTION)
-        alpha, n = settings.alpha, settings.n
+        alpha = settings.alpha
+        n = settings.n
         noise = settings.noise_law().setting(alpha, "").noise
         plan = plan_map(simplex, logits, settings.procedure, n, noise, alpha, network)
         m, _ = self.counter.moments(x, n, plan, simplex, input_id=item.id)
@@ -312,7 +314,8 @@ def run_on_ray(
     except ImportError as error:
         raise InputError("several workers need ray: pip install 'equipoise[ray]'") from error
 
-    model, device = spec.model, torch.device(spec.device).type
+    model = spec.model
+    device = torch.device(spec.device).type
     if isinstance(model.payload, nn.Module) and device != "cpu":
         model = replace(model, payload=copy.deepcopy(model.payload).cpu())
     spec = replace(spec, model=model, device=device)

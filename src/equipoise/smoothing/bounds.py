@@ -131,7 +131,8 @@ def bucket_scores(scores: Floats, partition: Partition) -> Floats:
     """
     inputs, draws, classes = scores.shape
     flat = scores.reshape(inputs * draws, classes)
-    order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
+    order = np.repeat(partition.order, draws, axis=0)
+    singles = np.repeat(partition.singles, draws)
     return np.minimum(Partition(order, singles).gather(flat), 1.0).reshape(inputs, draws, -1)
 
 
@@ -256,7 +257,9 @@ def moment_bounds(
         rival: risk (N,) of the upper bound of each other bucket.
         smoothness: Lipschitz constants of the scores.
     """
-    mean, var, n = moments.mean, moments.var, moments.n[:, None]
+    mean = moments.mean
+    var = moments.var
+    n = moments.n[:, None]
     scale = _single_scales(partition, noise, smoothness.component)
     low_mean = np.clip(mean[:, :1] - moments.rounding, 0, 1)
     lower = _mean_bound(low_mean, var[:, :1], n, _column(top), scale[:, :1], "lower")

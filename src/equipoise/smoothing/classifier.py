@@ -275,10 +275,8 @@ class SmoothedClassifier:
         spec = source.noise_spec(x)
         default = map is None and network is None and self.map is None
         logits = np.empty((len(x), 0, self.num_classes))
-        maps, about = (
-            [SimplexMap("hardmax")] * len(x),
-            f"the majority vote of the network under {spec}",
-        )
+        maps = [SimplexMap("hardmax")] * len(x)
+        about = f"the majority vote of the network under {spec}"
         if row.soft and not (default and row.map == "hardmax"):
             logits = source.selection(x, n0, ids, Stream.SELECTION)
             maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
@@ -436,7 +434,8 @@ def require_rowwise(model: nn.Module, batch: Tensor) -> None:
         model: the network.
         batch: inputs; the model sees copies of them.
     """
-    row, last = len(batch) // 2, len(batch) - 1
+    row = len(batch) // 2
+    last = len(batch) - 1
     others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
     others[row] = row
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -498,7 +497,8 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     """
     array = np.asarray(counts, dtype=np.float64)
     ordered = np.sort(array, axis=-1)
-    most, next_most = ordered[..., -1], ordered[..., -2]
+    most = ordered[..., -1]
+    next_most = ordered[..., -2]
     # P(Bin(m, ½) ≥ most) = I_½(most, next + 1), doubled, and rounded up
     tail = np.where(most > 0, betainc(np.maximum(most, 1), next_most + 1, 0.5), 1.0)
     sure = 2 * tail * (1 + 1e-10) <= np.nextafter(alpha - variation, -1.0)

@@ -108,10 +108,12 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
     if isinstance(sample, Stopped):
         return _stopped(sample, row, setting)
     if isinstance(sample, Scores):
-        plan, draws = sample.plan, sample.moments.n
+        plan = sample.plan
+        draws = sample.moments.n
         bounds = _score_bounds(sample, setting)
     else:
-        plan, draws = plan_votes(sample, row, setting), sample.draws
+        plan = plan_votes(sample, row, setting)
+        draws = sample.draws
         bounds = _vote_bounds(sample, plan, setting)
     direct = plan.direct | plan.joint
     return _assemble(bounds, plan.partition, direct, draws, row.name, setting)
@@ -130,7 +132,8 @@ def plan_votes(sample: Votes, row: Procedure, setting: Setting) -> Plan:
 
 
 def _vote_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
-    noise, alpha = setting.noise, setting.alpha
+    noise = setting.noise
+    alpha = setting.alpha
     bounds = count_bounds(
         sample.estimation,
         sample.draws,
@@ -168,13 +171,13 @@ def _joint_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
 
 
 def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
-    plan, noise, alpha = sample.plan, setting.noise, setting.alpha
+    plan = sample.plan
+    noise = setting.noise
+    alpha = setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
-    bounds = (
-        moment_bounds(sample.moments, *shared)
-        if sample.kept is None
-        else sample_bounds(sample.kept, *shared)
-    )
+    bounds = moment_bounds(sample.moments, *shared)
+    if sample.kept is not None:
+        bounds = sample_bounds(sample.kept, *shared)
     if plan.direct.any():
         risk = np.full(len(plan.direct), alpha)
         direct = margin_bounds(sample.moments, plan.partition, noise, risk, sample.smoothness)
@@ -191,11 +194,13 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
     )
     draws = sample.votes.draws
     goal = sample.target + setting.distance
-    low, radius = np.zeros(len(draws)), np.zeros(len(draws))
+    low = np.zeros(len(draws))
+    radius = np.zeros(len(draws))
     for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], goal, setting.noise)
         if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
-            low[k], radius[k] = test.claimed, sample.target
+            low[k] = test.claimed
+            radius[k] = sample.target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
     direct = np.zeros(len(draws), dtype=bool)
     reached = replace(setting, distance=0.0)
@@ -236,7 +241,8 @@ def joined(
         procedure: its name.
         setting: of the whole.
     """
-    ints, floats = np.zeros(count, dtype=np.int64), np.zeros(count)
+    ints = np.zeros(count, dtype=np.int64)
+    floats = np.zeros(count)
     whole = Certificates(
         ints + ABSTAIN, floats, ints + ABSTAIN, floats.copy(), floats + 1, ints, procedure,
         setting.noise.sigma, float(setting.alpha), ints.copy(), str(setting), np.zeros(count, dtype=bool),
@@ -279,13 +285,16 @@ def certify_counts(
         raise InputError(
             f"{procedure!r} works on scores, not on counts: use certify_scores or SmoothedClassifier.certify"
         )
-    first, second = _counts(selection, "selection"), _counts(estimation, "estimation")
+    first = _counts(selection, "selection")
+    second = _counts(estimation, "estimation")
     if first.shape != second.shape:
         raise InputError(
             f"selection has shape {first.shape}, estimation {second.shape}: they must agree"
         )
-    shape, classes = second.shape[:-1], second.shape[-1]
-    first, second = first.reshape(-1, classes), second.reshape(-1, classes)
+    shape = second.shape[:-1]
+    classes = second.shape[-1]
+    first = first.reshape(-1, classes)
+    second = second.reshape(-1, classes)
     setting = _setting(sigma, alpha, "the majority vote of the network")
     return _reshaped(derive(Votes(first, second, second.sum(axis=1)), row, setting), shape)
 
@@ -319,7 +328,8 @@ def certify_scores(
     if not row.soft:
         raise InputError(f"{procedure!r} works on counts, not on scores: use certify_counts")
     require_one_of(("bernstein", "betting"), interval=interval)
-    first, second = _scores(selection, "selection"), _scores(estimation, "estimation")
+    first = _scores(selection, "selection")
+    second = _scores(estimation, "estimation")
     if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-1]:
         raise InputError(
             f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ"

@@ -79,7 +79,8 @@ def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
 
 def _binomial_lower(k: Floats, n: Floats, alpha: Floats) -> Floats:
     some = k > 0
-    b, c = np.where(some, k, 1.0), np.where(some, n - k, n - 1) + 1
+    b = np.where(some, k, 1.0)
+    c = np.where(some, n - k, n - 1) + 1
     p = np.asarray(betaincinv(b, c, alpha * (1 - 3 * _SLACK)))
     p = np.where(np.isfinite(p), p, 0.0)
     for step in 4.0 ** np.arange(-26, 0):  # almost always satisfied at once
@@ -253,11 +254,13 @@ def _lower(x: Floats, alpha: Floats) -> Floats:
     bets = bet_sizes(x, goal[..., None])
     # rounding of the sum of n logarithms, each below 2 in size
     margin = 1e-12 + 4e-15 * x.shape[-1]
-    low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
+    low = np.zeros(alpha.shape)
+    high = np.ones(alpha.shape)
     for _ in range(_STEPS):
         m = (low + high) / 2
         refuted = wealth(x, bets, m[..., None]).max(axis=-1) >= goal + margin
-        low, high = np.where(refuted, m, low), np.where(refuted, high, m)
+        low = np.where(refuted, m, low)
+        high = np.where(refuted, high, m)
     return low
 
 

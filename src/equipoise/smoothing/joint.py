@@ -58,7 +58,8 @@ def joint_radius(
     n_a, n_k, n = (np.asarray(v, dtype=np.float64) for v in (hits, rival, draws))
     weight, low, high = _zone(*selection, n)
     usable = (n_a > 0) & (n_a < n) & np.isfinite(low) & np.isfinite(high)
-    n_a, n = np.where(usable, n_a, 1.0), np.where(usable, n, 2.0)
+    n_a = np.where(usable, n_a, 1.0)
+    n = np.where(usable, n, 2.0)
     n_k = np.minimum(np.where(usable, n_k, 0.0), n - n_a)
     ends = _cells(n_a, n, low, high)
     first = _below(n_a, n, ends, variation)
@@ -100,7 +101,8 @@ def _rejected(k: Floats, m: Floats, needed: Floats) -> Floats:
     theta = clopper_pearson(k, m, np.clip(ndtr(-needed) * (1 - _SLACK), _LEAST, 0.9), "upper")
     other = ndtr(needed) * (1 + _SLACK) + 1e-300
     easy = (needed < 0) & (k < m)
-    a, b = np.where(easy, k + 1, 1.0), np.where(easy, m - k, 1.0)
+    a = np.where(easy, k + 1, 1.0)
+    b = np.where(easy, m - k, 1.0)
     root = betaincinv(a, b, np.minimum(other, 0.5)) * (1 + _SLACK)
     easy &= (root < 1) & (betainc(a, b, np.clip(root, 0, 1)) >= other * (1 - 1e-10))
     return np.where(easy, np.minimum(root, theta), theta)
@@ -109,8 +111,10 @@ def _rejected(k: Floats, m: Floats, needed: Floats) -> Floats:
 def _below(hits: Floats, draws: Floats, t: Floats, variation: float) -> Floats:
     """`Φ⁻¹(1 − U₁)` at every t, rounded down."""
     p = np.minimum((ndtr(t) + variation) * (1 + _SLACK), 1.0)
-    a, b = hits[:, None], (draws - hits)[:, None]
-    tail, rest = betainc(a, b + 1, p), betainc(b + 1, a, 1 - p)
+    a = hits[:, None]
+    b = (draws - hits)[:, None]
+    tail = betainc(a, b + 1, p)
+    rest = betainc(b + 1, a, 1 - p)
     with np.errstate(invalid="ignore"):
         z = np.where(tail < 0.5, -ndtri(tail * (1 + _SLACK)), ndtri(rest * (1 - _SLACK)))
         return np.where(
@@ -123,19 +127,19 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     p = (hits + 0.5) / (draws + 1)
     centre = ndtri(p)
     half = _WIDTH * np.sqrt(p * (1 - p) / draws) / _density(centre)
-    a, b = np.clip(centre - half, low, high), np.clip(centre + half, low, high)
+    a = np.clip(centre - half, low, high)
+    b = np.clip(centre + half, low, high)
     below, around, above = (np.linspace(0, 1, c + 1) for c in _CELLS)
     # farther away wider cells do: there is more to spare
-    below, above = (
-        1 - (1 - below) ** 2,
-        above**2,
-    )
+    below = 1 - (1 - below) ** 2
+    above = above**2
     parts = [
         s[:, None] + (e - s)[:, None] * u
         for s, e, u in ((low, a, below), (a, b, around), (b, high, above))
     ]
     ends = np.concatenate([parts[0], parts[1][:, 1:], parts[2][:, 1:]], axis=1)
-    ends[:, 0], ends[:, -1] = low, high
+    ends[:, 0] = low
+    ends[:, -1] = high
     return np.maximum.accumulate(ends, axis=1)
 
 
@@ -144,7 +148,8 @@ def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats
     p1 = (top + 0.5) / (total + 1)
     theta = np.clip((second + 0.5) / (total - top + 0.85), 1e-4, 1 - 1e-4)
     p2 = theta * (1 - p1)
-    slope1, slope2 = 1 / _density(ndtri(p1)), 1 / _density(ndtri(p2))
+    slope1 = 1 / _density(ndtri(p1))
+    slope2 = 1 / _density(ndtri(p2))
     own = np.sqrt(p1 * (1 - p1)) * (slope1 + theta * slope2)
     others = np.sqrt((1 - p1) * theta * (1 - theta)) * slope2
     spread = np.sqrt(p1 * (1 - p1) / n) * slope1

@@ -194,7 +194,8 @@ class Grid:
             bits: the generator.
             out: array to fill.
         """
-        law, flat = self.law, out.reshape(-1)
+        law = self.law
+        flat = out.reshape(-1)
         words = bits.random_raw(-(-flat.size // 4)).astype("<u8", copy=False)
         first = words.view("<u2")[: flat.size]
         if out.dtype == np.float32:
@@ -320,7 +321,8 @@ class Noise:
             key: of the generator.
         """
         host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        out, bits = host.numpy(), philox(key)
+        out = host.numpy()
+        bits = philox(key)
         if not self.grids:
             np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
             return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
@@ -386,12 +388,10 @@ class NoiseSpec:
     @property
     def variation(self) -> float:
         """Total variation between one draw and the law of the theorem, as far as it is counted: 0 for float noise."""
-        each = self.dimension // max(1, len(self.grids))
-        return (
-            math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0)
-            if self.grids
-            else 0.0
-        )
+        if not self.grids:
+            return 0.0
+        each = self.dimension // len(self.grids)
+        return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0)
 
     def setting(self, alpha: float, about: str) -> Setting:
         """What certificates of these draws rest on.
@@ -420,11 +420,12 @@ class NoiseSpec:
         """What is not covered, from what was used."""
         if self.noise is None:
             return NOT_COVERED
-        source = (
-            f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its draws."
-            if self.user_seed
-            else f"The seed {self.seed} was drawn from the operating system."
-        )
+        source = f"The seed {self.seed} was drawn from the operating system."
+        if self.user_seed:
+            source = (
+                f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its "
+                "draws."
+            )
         generator = "the quality of the pseudo-random generator (Philox4x64-10 keyed by BLAKE2b)"
         shape = f"The network is evaluated in batches of {self.batch}; predict in the same shape."
         grid = self.grid
@@ -433,12 +434,11 @@ class NoiseSpec:
                 "Not covered: noise drawn in floating point instead of real numbers, rounding inside the network's forward "
                 f"pass, {generator}. {source}"
             )
-        step = "1/255" if grid.image else f"{grid.step:g}"
-        whole = (
-            "its inputs are 8-bit images"
-            if grid.image
-            else "what rounding moves is subtracted from the radius"
-        )
+        step = "1/255"
+        whole = "its inputs are 8-bit images"
+        if not grid.image:
+            step = f"{grid.step:g}"
+            whole = "what rounding moves is subtracted from the radius"
         return (
             f"Inputs and noise lie on the grid of step {step}, exactly: {whole}, and a total variation of "
             f"{self.variation:.1e} is counted. {shape} Not covered: {generator}. {source}"

@@ -109,7 +109,8 @@ def plan_scores(
     selected = mass.argmax(axis=1)
     halves = [(scores, scores)]
     if scores.shape[1] >= 4:
-        even, odd = scores[:, ::2], scores[:, 1::2]
+        even = scores[:, ::2]
+        odd = scores[:, 1::2]
         halves = [(even, odd), (odd, even)]
     ratings = np.zeros((len(options), len(scores)))
     for half, left_out in halves:
@@ -232,7 +233,8 @@ def _joint_radius(
     radius = np.full(len(keys), -1.0)
     some = ((keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]) & (n <= 40 * keys[:, 2])
     if some.any():
-        hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
+        hits = np.floor(n * p1[some])
+        rival = np.ceil(n * p2[some])
         selection = keys[some, 0], keys[some, 1], keys[some, 2]
         tested = joint_radius(
             hits, rival, np.full(len(hits), float(n)), selection, alpha, noise.variation
@@ -331,13 +333,16 @@ class TargetTest:
             epsilon: the target radius.
             noise: its level and variation.
         """
-        sigma, spread = noise.sigma, noise.variation
+        sigma = noise.sigma
+        spread = noise.variation
         needed = target_probability(epsilon, sigma)
         cohen = min(needed + spread * (1 + 2.0**-50) + 2.0**-52 * (spread > 0), 1 - 2.0**-53)
         alone = cls(((cohen, 1.0),), needed)
         if len(ranked) < 3 or all(o.partition is one_against_rest for o in row.options):
             return alone
-        levels, rates, own = [], [], []
+        levels = []
+        rates = []
+        own = []
         for q, s in ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25)):
             p1, p2 = plausible(ranked[0], ranked[1], ranked.sum(), q, s, len(ranked))
             pair, rate = _best_level(float(p1), float(p2), 2 * epsilon / sigma, spread)
@@ -369,7 +374,8 @@ def _best_level(
     p1: float, p2: float, gap: float, spread: float
 ) -> tuple[tuple[float, float], float]:
     """The level at which class and rival are told apart at the same speed, and that speed."""
-    low, high = ndtri(p2) + gap, ndtri(p1)
+    low = ndtri(p2) + gap
+    high = ndtri(p1)
     t = np.linspace(low, high, 33)[1:-1] if low < high else np.array([gap / 2])
     above = np.minimum(ndtr(t) + 2.0**-45 + spread, 1 - 2.0**-50)
     below = np.maximum(ndtr(t - gap) - 2.0**-45 - spread, 1e-12)

@@ -155,7 +155,8 @@ class Option:
     def buckets(self, selection: Floats) -> Partition:
         """The partition, refused where it loses a class: a rival that no bound speaks of."""
         partition = self.partition(selection)
-        order, singles = partition.order, partition.singles
+        order = partition.order
+        singles = partition.singles
         classes = np.arange(selection.shape[1])
         whole = order.shape == selection.shape and bool((np.sort(order, axis=1) == classes).all())
         if not whole or not ((singles >= 0) & (singles < len(classes))).all():

@@ -31,7 +31,8 @@ def radius_mono(p: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_mono(0.9, 0.5)), 6)
     0.640776
     """
-    p, sigma = _probability(p, "p"), positive(sigma, "sigma")
+    p = _probability(p, "p")
+    sigma = positive(sigma, "sigma")
     return _times(sigma, quantile(p)[0])
 
 
@@ -48,7 +49,9 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_multi(0.6, 0.2, 0.5)), 6)
     0.273742
     """
-    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), positive(sigma, "sigma")
+    p1 = _probability(p1, "p1")
+    p2 = _probability(p2, "p2")
+    sigma = positive(sigma, "sigma")
     return _half_gap(quantile(p1)[0], quantile(p2)[1], sigma)
 
 
@@ -72,13 +75,16 @@ def radius_multi_lipschitz(
     >>> [round(float(radius_multi_lipschitz(0.9, 0.1, s, L)), 4) for s, L in ((0.25, 0.5), (0.5, 1), (1, 0.5))]
     [0.8393, 0.7431, 1.4862]
     """
-    p1, p2, lipschitz = _probability(p1, "p1"), _probability(p2, "p2"), _constant(lipschitz)
+    p1 = _probability(p1, "p1")
+    p2 = _probability(p2, "p2")
+    lipschitz = _constant(lipschitz)
     sigma = positive(sigma, "sigma")
     if np.all(np.isinf(lipschitz)):
         return radius_multi(p1, p2, sigma)
     a = _width(lipschitz, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
-    low, up = ramp_quantile(p1, finite, "low")[0], ramp_quantile(p2, finite, "up")[1]
+    low = ramp_quantile(p1, finite, "low")[0]
+    up = ramp_quantile(p2, finite, "up")[1]
     ramp = np.maximum(_half_gap(low, up, sigma), radius_multi(p1, p2, sigma))
     # constant scores: p1 > p2 holds everywhere or nowhere
     return np.where(np.isinf(a), np.where(p1 > p2, np.inf, 0.0), ramp)
@@ -95,7 +101,9 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     >>> round(float(radius_mono_lipschitz(0.9, 0.5, 1.0)), 4)
     0.7431
     """
-    p, sigma, constant = _probability(p, "p"), positive(sigma, "sigma"), _constant(lipschitz)
+    p = _probability(p, "p")
+    sigma = positive(sigma, "sigma")
+    constant = _constant(lipschitz)
     a = _width(constant, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
     ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))

@@ -41,7 +41,8 @@ def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
     z = np.asarray(ndtri(np.asarray(p, dtype=np.float64)))
     slack = _EPS * np.abs(z)
     with np.errstate(invalid="ignore"):
-        low, up = z - slack, z + slack
+        low = z - slack
+        up = z + slack
     return np.where(np.isinf(z), z, low), np.where(np.isinf(z), z, up)
 
 
@@ -68,8 +69,10 @@ def ramp_quantile(
     """
     p, a = np.broadcast_arrays(np.asarray(p, dtype=np.float64), np.asarray(width, dtype=np.float64))
     shape = p.shape
-    p, a = p.ravel(), a.ravel()
-    low, up = np.empty(p.shape), np.empty(p.shape)
+    p = p.ravel()
+    a = a.ravel()
+    low = np.empty(p.shape)
+    up = np.empty(p.shape)
     with np.errstate(all="ignore"):
         for start in range(0, p.size, _BLOCK):
             part = slice(start, start + _BLOCK)
@@ -91,9 +94,11 @@ def _block(p: Floats, a: Floats, side: str) -> tuple[Floats, Floats]:
 def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     """Bracket of `m ≥ 0` with `H_a(−m) = q` for q in (0, ½]; the upper end only if asked for, else ∞."""
     z = -ndtri(q)
-    z_low, z_up = np.maximum(z * (1 - _EPS), 0.0), z * (1 + _EPS)
+    z_low = np.maximum(z * (1 - _EPS), 0.0)
+    z_up = z * (1 + _EPS)
     half = a / 2
-    floor, ceiling = z_low, z_up + half
+    floor = z_low
+    ceiling = z_up + half
     same = q.size >= _TABLED and a[0] > _THIN and bool((a == a[0]).all())
     start = _tabled(float(a[0]), z) if same else _guess(q, z, a)
     x = np.minimum(np.maximum(half - start, half - ceiling), half - floor)
@@ -140,7 +145,8 @@ def _tabled(a: float, z: Floats) -> Floats:
     place = np.minimum(z / step, len(nodes) - 1.001)
     k = place.astype(np.int64)
     t = place - k
-    left, right = nodes[k], nodes[k + 1]
+    left = nodes[k]
+    right = nodes[k + 1]
     return left + t * (right - left) - 0.5 * t * (1 - t) * bends[k]
 
 
@@ -172,8 +178,10 @@ def _tail(x: Floats, a: Floats, bounded: bool = True) -> tuple[Floats, Floats, F
     if thin.all():
         return _series(x - a / 2, a)
     y = x - a
-    phi_x, phi_y = _INV_SQRT_2PI * np.exp(-0.5 * x * x), _INV_SQRT_2PI * np.exp(-0.5 * y * y)
-    cdf_x, cdf_y = ndtr(x), ndtr(y)
+    phi_x = _INV_SQRT_2PI * np.exp(-0.5 * x * x)
+    phi_y = _INV_SQRT_2PI * np.exp(-0.5 * y * y)
+    cdf_x = ndtr(x)
+    cdf_y = ndtr(y)
     h = (x * cdf_x + phi_x - y * cdf_y - phi_y) / a
     slope = (cdf_x - cdf_y) / a
     bend = (phi_x - phi_y) / a
@@ -192,7 +200,9 @@ def _evaluation_error(x: Floats, phi: Floats, cdf: Floats, a: Floats) -> Floats:
 
 def _series(t: Floats, a: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """The same for a thin ramp: `H = Φ + a²Φ''/24 + a⁴Φ''''/1920 + R`, `|R| ≤ a⁶·max|Φ⁽⁶⁾|/322560` near t."""
-    b, phi, cdf = a * a, _INV_SQRT_2PI * np.exp(-0.5 * t * t), ndtr(t)
+    b = a * a
+    phi = _INV_SQRT_2PI * np.exp(-0.5 * t * t)
+    cdf = ndtr(t)
     h = cdf - phi * (b / 24 * t + b * b / 1920 * (t * t * t - 3 * t))
     slope = phi * (1 + b / 24 * (t * t - 1))
     bend = -t * phi

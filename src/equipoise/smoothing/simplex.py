@@ -125,11 +125,7 @@ def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
     >>> len(map_grid())
     101
     """
-    values = (
-        np.geomspace(0.01, 50, 50)
-        if temperatures is None
-        else np.asarray(temperatures, dtype=np.float64)
-    )
+    values = np.geomspace(0.01, 50, 50) if temperatures is None else temperatures
     grid = [SimplexMap("hardmax")]
     return grid + [SimplexMap(name, float(t)) for name in ("softmax", "sparsemax") for t in values]
 

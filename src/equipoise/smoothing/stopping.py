@@ -55,17 +55,20 @@ def certify_adaptive(
         raise Refused(
             f"adaptive sampling counts votes, but this classifier smooths {classifier.map}: use certify"
         )
-    row, spec = find_procedure(procedure), classifier.noise_spec(x)
+    row = find_procedure(procedure)
+    spec = classifier.noise_spec(x)
     setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
     epsilon = target_radius + setting.distance
-    parts, verdicts = [], []
+    parts = []
+    verdicts = []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
         selection = classifier.counts(xi, n0, input_id=name, stream=Stream.SELECTION).astype(
             np.float64
         )
         order = np.argsort(-selection, kind="stable")
         test = TargetTest.of(row, selection[order], epsilon, setting.noise)
-        counts, draws = np.zeros(len(order), dtype=np.int64), 0
+        counts = np.zeros(len(order), dtype=np.int64)
+        draws = 0
         verdict: Verdict = "undecided"
         for out in classifier.logits(xi, n_max, input_id=name, stream=Stream.ESTIMATION):
             counts += count_votes(out).cpu().numpy()
@@ -86,7 +89,8 @@ def _verdict(
     test: TargetTest, votes: Ints, draws: int, epsilon: float, setting: Setting
 ) -> Verdict:
     """Certified by the e-process, or hopeless where binomial bounds exclude the target: abstaining is always sound."""
-    hits, rival = float(votes[0]), float(votes[1:].max())
+    hits = float(votes[0])
+    rival = float(votes[1:].max())
     if test.log_e(hits, rival, draws) >= np.log(1 / setting.alpha):
         return "certified"
     top = clopper_pearson(hits, draws, _HOPELESS, "upper")

@@ -42,7 +42,8 @@ def random_layers(batch: Batch) -> None:
     x, y = torch.randn(2, 8, inputs, 4, 4)
     if batch.choose(True, False):
         layer = getattr(layers, f"{kind}Linear")(inputs, outputs)
-        x, y = x[..., 0, 0], y[..., 0, 0]
+        x = x[..., 0, 0]
+        y = y[..., 0, 0]
     else:
         layer = getattr(layers, f"{kind}Conv2d")(inputs, outputs, 3, padding=1)
 
@@ -66,8 +67,8 @@ def random_networks(batch: Batch) -> None:
     image = batch.choose(True, False)
     blocks = _image_blocks(size) if image else _vector_blocks(size)
     pointwise = [nn.Softmax(1), *[getattr(nn, name)() for name in _POINTWISE]]
-    chosen = [batch.choose(*batch.choose(blocks, pointwise)) for _ in range(batch.integer(1, 5))]
-    network = nn.Sequential(*chosen, nn.Flatten(1))
+    parts = [batch.choose(*batch.choose(blocks, pointwise)) for _ in range(batch.integer(1, 5))]
+    network = nn.Sequential(*parts, nn.Flatten(1))
     for module in network.eval().modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.running_var = torch.empty(size).uniform_(0.2, 3.0)

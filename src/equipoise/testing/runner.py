@@ -51,7 +51,8 @@ class Tally:
             truth: the norms.
             what: describes the batch and its seed.
         """
-        truth, upper = _flat(truth), _flat(upper)
+        truth = _flat(truth)
+        upper = _flat(upper)
         lower = torch.zeros_like(truth) if lower is None else _flat(lower)
         self.comparisons += truth.numel()
 

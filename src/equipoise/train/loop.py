@@ -265,7 +265,8 @@ class Training:
         share = len(positions) // world()
         first = rank() * share
         x, y = self.parts.train.batch(positions[first : first + share])
-        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        x = x.to(self.device, non_blocking=True)
+        y = y.to(self.device, non_blocking=True)
         batch = Batch(self.network, x, y, recipe.seed, self.step, first, self.step / self.steps)
         source = batch.generator("augment")
         for augment in self.augmentations:
@@ -384,7 +385,8 @@ def _require_finite(run: Training) -> None:
 
 def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
     """The figures of the network as it is, all of them if they are the last; and its bound."""
-    metrics, model = run.recipe.metrics, run.measured
+    metrics = run.recipe.metrics
+    model = run.measured
     if world() > 1:  # all processes measure one network: batch statistics are those of the first
         for buffer in model.buffers():
             distributed.broadcast(buffer, 0)
@@ -447,7 +449,9 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _restore(run: Training, state: State, position: Position) -> None:
-    run.epoch, run.batch, run.step = position.epoch, position.batch, position.step
+    run.epoch = position.epoch
+    run.batch = position.batch
+    run.step = position.step
     run.history = position.history
     if run.step != run.epoch * run.batches + run.batch or len(run.history) != run.epoch:
         raise ValueError(f"it has {len(run.history)} figures at step {run.step}")

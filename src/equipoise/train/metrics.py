@@ -126,7 +126,8 @@ def evaluate(
     totals = Totals()
     for positions in torch.arange(len(part)).split(metrics.batch_size)[rank() :: world()]:
         x, y = part.batch(positions)
-        x, y = x.to(device), y.to(device)
+        x = x.to(device)
+        y = y.to(device)
         output = model(x)
         totals.add("loss", task.loss(output, y).double() * len(y), len(y))
         for name, (hits, tried) in task.counts(output, y).items():

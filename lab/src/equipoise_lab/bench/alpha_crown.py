@@ -45,6 +45,14 @@ class Subject:
     y: Tensor
 
 
+def subjects() -> list[Subject]:
+    """The dense and convolutional networks of the shared data."""
+    from equipoise_lab.bench.verification import TASKS
+
+    tasks = [task for task in TASKS if not task.complete]
+    return [deep_network(), *(Subject(task.name, *task.load()) for task in tasks)]
+
+
 def deep_network() -> Subject:
     """The network of five hidden layers of 100 of the α,β-CROWN repository."""
     weights = load_file(data_file("mnist-6x100.safetensors"))
@@ -146,6 +154,17 @@ class AlphaCrown:
             )
         lower: Tensor = bounds[0].detach()
         return lower
+
+
+def rows(images: int = 20) -> list[dict[str, object]]:
+    """Two rows per network, or none without `auto_LiRPA`.
+
+    Args:
+        images: of each network.
+    """
+    if not is_available():
+        return []
+    return [row for subject in subjects() for row in compare(subject, images)]
 
 
 def compare(subject: Subject, images: int) -> list[dict[str, object]]:

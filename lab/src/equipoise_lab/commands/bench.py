@@ -10,6 +10,7 @@ import typer
 
 from equipoise.cli.consoles import emit_json, messages, print_table, results, tell
 from equipoise.cli.options import Json
+from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from equipoise_lab.bench.norms import Section
 
 bench = typer.Typer(
-    help="Speed and tightness against the alternatives, side by side in one run.",
+    help="Speed and tightness beside the alternatives.",
     no_args_is_help=True,
 )
 
 
 @bench.callback()
 def _bench() -> None:
-    """Speed and tightness against the alternatives, side by side in one run."""
+    """Speed and tightness beside the alternatives."""
 
 
 @bench.command()
@@ -127,19 +128,27 @@ def verification(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Seconds of processor time for each image.")
     ] = 60.0,
+    radii: Annotated[bool, typer.Option(help="Compare largest radii with α-CROWN.")] = False,
     as_json: Json = False,
 ) -> None:
     """ℓ2 robustness of the SDP-CROWN release's networks at their radii: proved, and not broken by an attack.
 
-    Needs the folder l2-verification in EQUIPOISE_DATA.
+    With --radii, the largest radius beside α-CROWN in its place, where `auto_LiRPA` is
+    installed. Needs the folder l2-verification in EQUIPOISE_DATA, and mnist-6x100 with --radii.
 
-    Example:
+    Examples:
 
       equipoise bench verification --images 10
+      equipoise bench verification --radii --images 5
     """
-    from equipoise_lab.bench.verification import rows
+    from equipoise_lab.bench import alpha_crown, verification
 
-    _plain_table("robust at the radius", rows(images, seconds), as_json)
+    if not radii:
+        rows = verification.rows(images, seconds)
+        return _plain_table("robust at the radius", rows, as_json)
+    if not alpha_crown.is_available():
+        raise InputError("--radii compares with auto_LiRPA, which cannot be imported: install it")
+    _plain_table("largest radius", alpha_crown.rows(images), as_json)
 
 
 @bench.command()

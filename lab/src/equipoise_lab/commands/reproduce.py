@@ -65,7 +65,7 @@ def reproduce(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a table or figure of the thesis and compare its claim with what is measured here.
+    """Reproduce a table or figure of the thesis. Its claim is compared with what is measured here.
 
     Each result is a folder with result.json, rows.parquet, figure.svg and figure.png; --all adds summary.md.
     A result with the same settings, scale and seed is not measured again, so a stopped run goes on where it was.

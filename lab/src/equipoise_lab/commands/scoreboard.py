@@ -52,7 +52,7 @@ def scoreboard(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Which layer should I take? Families × losses × seeds, each trained for the same processor time.
+    """Compare families of 1-Lipschitz layers. Families × losses × seeds, each trained for the same processor time.
 
     Clean accuracy, accuracy certified by proved bounds (by pairs of classes), accuracy under PGD
     (and AutoAttack, if you ask for it) and the cost of a step; means over seeds with intervals.

@@ -1,4 +1,4 @@
-"""Suites for `equipoise selfcheck`: trained operators, random programs, damaged files, published bounds."""
+"""Suites for `equipoise selfcheck`: trained operators, random programs, damaged files, published bounds, radii."""
 
 from equipoise.testing.runner import Check
 
@@ -35,3 +35,10 @@ def peers_suite() -> tuple[Check, ...]:
     from equipoise_lab.fuzz.peers import other_bounds
 
     return (Check("convolutions, published bounds", other_bounds),)
+
+
+def radii_suite() -> tuple[Check, ...]:
+    """Certified radii and verdicts of random networks, attacked."""
+    from equipoise_lab.fuzz.radii import attacked_radii
+
+    return (Check("radii and verdicts, attacked", attacked_radii),)

@@ -219,8 +219,7 @@ def sort(call: Call) -> Step:
     """Sorting along a dimension (GroupSort) is a contraction: the values only."""
     x = call.x
     by_rows = call.get("dim", -1) in (-1, len(x.shape) - 1)
-    step = carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
-    return replace(step, by_row=by_rows)
+    return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
 
 
 @rule(*named(f"{name}.{kind}" for name in ("max", "min") for kind in ("dim", "default")))

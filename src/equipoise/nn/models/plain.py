@@ -148,9 +148,12 @@ def cnn(
         raise InputError(
             f"{len(channels)} halvings do not fit into {height}×{width} pixels; use fewer channels"
         )
-    layers, features = normalising(mean, std), in_channels
+    layers = normalising(mean, std)
+    features = in_channels
     for out in channels:
         layers += [nn.Conv2d(features, out, 3, padding=1), _named(activation), nn.MaxPool2d(2)]
-        features, height, width = out, height // 2, width // 2
+        features = out
+        height = height // 2
+        width = width // 2
     layers += [nn.Flatten(), nn.Linear(features * height * width, hidden), _named(activation)]
     return nn.Sequential(*layers, nn.Linear(hidden, num_classes))

@@ -251,7 +251,8 @@ class BROConv2d(FrequencyConv2d):
             rank: the number of columns of V, half of the narrower side by default.
         """
         frame = self.frame
-        side, columns = max(frame.ins, frame.out), _rank(rank, frame.out, frame.ins)
+        side = max(frame.ins, frame.out)
+        columns = _rank(rank, frame.out, frame.ins)
         start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(
             side * math.prod(frame.taps)
         )

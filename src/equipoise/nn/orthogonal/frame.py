@@ -54,14 +54,13 @@ class Frame:
         if self.plain.padding == "circular":
             return 0, 0
         if self.stride != (1, 1):
-            reach, centre = self.dilation[axis] * (self.taps[axis] - 1), self.centre[axis]
+            reach = self.dilation[axis] * (self.taps[axis] - 1)
+            centre = self.centre[axis]
             return (centre, reach - centre) if self.embed else (0, 0)
         (left, right), reach = self.plain.amount[axis], self.plain.axes[axis].reach
-        return (
-            (left, right)
-            if self.embed
-            else (max(0, left - reach // 2), max(0, right - reach + reach // 2))
-        )
+        if self.embed:
+            return left, right
+        return max(0, left - reach // 2), max(0, right - reach + reach // 2)
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
@@ -103,18 +102,18 @@ class Frame:
         """Along each axis the first of the operator's pixels that `nn.Conv2d` returns for an input of `size`, and how many."""
         sizes = []
         for axis, n in enumerate(size):
-            s, reach, pads = self.stride[axis], self.plain.axes[axis].reach, self.plain.amount[axis]
+            s = self.stride[axis]
+            reach = self.plain.axes[axis].reach
+            pads = self.plain.amount[axis]
             count, (before, _) = (n + sum(pads) - reach - 1) // s + 1, self.zeros(axis)
             if count < 1:
                 k = self.plain.shape[2 + axis]
                 raise InputError(
                     f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps"
                 )
-            first = (
-                reach // 2 - pads[0] + before
-                if self.stride == (1, 1)
-                else before + (-(-n // s) - count) // 2
-            )
+            first = before + reach // 2 - pads[0]
+            if self.stride != (1, 1):
+                first = before + (-(-n // s) - count) // 2
             sizes.append((first, count))
         return sizes
 
@@ -181,7 +180,8 @@ def frame_of(plain: nn.Module, *, embed: bool) -> Frame:
     """
     kernel = plain_geometry(plain)
     check_padding(kernel)
-    taps, strided = [kernel.shape[2], kernel.shape[3]], any(s > 1 for s in kernel.stride)
+    taps = [kernel.shape[2], kernel.shape[3]]
+    strided = any(s > 1 for s in kernel.stride)
     if strided:
         for axis in kernel.axes:
             if axis.left + axis.right > axis.reach:

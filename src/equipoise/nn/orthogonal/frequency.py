@@ -32,7 +32,8 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
     """
     angles = []
     for axis, (n, count) in enumerate(zip(size, (size[0], size[1] // 2 + 1), strict=True)):
-        k, d = kernel.shape[3 + axis], dilation[axis]
+        k = kernel.shape[3 + axis]
+        d = dilation[axis]
         place = torch.arange(k, device=kernel.device) * d - d * (k - 1) // 2
         turns = torch.arange(count, device=kernel.device)[:, None] * place % n
         angles.append(turns.double() * (2 * math.pi / n))

@@ -129,7 +129,8 @@ class Polar(torch.autograd.Function):
         whole = gram.isfinite().all((-2, -1), keepdim=True)
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
         if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
-            squares, U = (scale**-2)[..., 0].expand_as(gram[..., 0]), identity
+            squares = (scale**-2)[..., 0].expand_as(gram[..., 0])
+            U = identity
         else:
             squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
         most = squares[..., -1:]
@@ -183,7 +184,8 @@ def _step(W: Tensor, alpha: float) -> Tensor:
 
 def scaled_steps() -> tuple[float, ...]:
     """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `SMALLEST` up to 1 − 1e-9."""
-    alphas, low = [], SMALLEST
+    alphas = []
+    low = SMALLEST
     while low < 1 - 1e-5:  # the last step squares what is left
         alpha = math.sqrt(3 / (1 + low + low * low))
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
@@ -212,7 +214,8 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     G = W @ W.mH
     bound = torch.minimum(torch.linalg.matrix_norm(G), G.abs().sum(-1).amax(-1))[..., None, None]
     c2 = (bound / 3.9).clamp_min(1.0)
-    W, G = W / c2.sqrt(), G / c2
+    W = W / c2.sqrt()
+    G = G / c2
     margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(
         torch.float64
     )
@@ -328,7 +331,8 @@ class BCOP(Parametrization):
         #: the taps of H along each axis: as many as patches that do not meet may have
         self.core = tuple(map(min, geometry.shape[2:], _apart(geometry)))
         self.factors = sum(k - m for k, m in zip(geometry.shape[2:], self.core, strict=True))
-        out, ins = geometry.shape[0] // geometry.groups, geometry.shape[1]
+        out = geometry.shape[0] // geometry.groups
+        ins = geometry.shape[1]
         #: the projections stand on the wider side, where there are more of them
         self.outside = out > ins and math.prod(self.core) == 1
         side = out if self.outside else ins

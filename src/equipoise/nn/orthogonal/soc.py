@@ -123,7 +123,8 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
         frame: padding, dilation and groups.
         x: images.
     """
-    circular, dilation = frame.plain.padding == "circular", frame.dilation
+    circular = frame.plain.padding == "circular"
+    dilation = frame.dilation
     (top, left), weight = frame.centre, A.flatten(0, 1)
     y = coefficients[-1] * x
     for c in coefficients[-2::-1]:
@@ -178,7 +179,8 @@ class SOCConv2d(FramedConv2d):
         self.terms = terms
         self.angle = float(angle)
         self.coefficients = exponential_series(self.angle, terms)
-        c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
+        c = max(self.frame.ins, self.frame.out)
+        taps = self.frame.taps
         start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(
             8 * c * taps[0] * taps[1]
         )
@@ -202,7 +204,8 @@ class SOCConv2d(FramedConv2d):
             tensors: the effective tensors.
             input_shape: of one sample.
         """
-        frame, A = self.frame, tensors[0].detach()
+        frame = self.frame
+        A = tensors[0].detach()
         if not torch.equal(A, -A.transpose(1, 2).flip(3, 4)):
             raise Refused(
                 "the kernel of this series is not skew-symmetric: the modulus of the polynomial says nothing about its norm"
