@@ -39,6 +39,7 @@ def test_no_certified_number_of_substitutions_changes_the_decision(seed):
             assert (body(table[all_within(row, k)]).argmax(1) == label).all()
     model = nn.Sequential(nn.Embedding.from_pretrained(table), *body).eval()
     proved, radii = proved_substitutions(model, tokens, effort="fast")
+    assert torch.equal(proved, proved_substitutions(model, tokens.byte(), effort="fast")[0])
     for row, label, k in zip(tokens, radii.predictions, proved.tolist(), strict=True):
         assert (model(all_within(row, k)).argmax(1) == label).all()
     assert (proved >= certified).all()

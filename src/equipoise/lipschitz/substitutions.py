@@ -28,7 +28,7 @@ def proved_substitutions(
             beside the embedding, in a mask for instance, would not be covered.
         tokens: (N, T), whole numbers.
         labels: (N,), by default the network's own decisions.
-        **options: of `certified_radius`.
+        **options: of `certified_radius`, the norm apart: rows are compared in ℓ2.
 
     >>> model = nn.Sequential(nn.Embedding(2, 1), nn.Flatten(), nn.Linear(3, 2)).eval()
     >>> _ = model[0].weight.data.copy_(torch.tensor([[0.5], [-0.5]]))
@@ -37,7 +37,8 @@ def proved_substitutions(
     >>> proved_substitutions(model, torch.zeros(1, 3, dtype=torch.long))[0].tolist()
     [2]
     """
-    first = model[0] if type(model) is nn.Sequential and len(model) > 1 else None
+    parts = list(model) if type(model) is nn.Sequential and len(model) > 1 else [model]
+    first = parts[0]
     if type(first) is not nn.Embedding or first.max_norm is not None or hooked(model):
         raise Refused(
             "expected nn.Sequential(nn.Embedding(…), …) without hooks or max_norm, so that tokens enter as rows of one table "
@@ -46,5 +47,7 @@ def proved_substitutions(
     table = first.weight.detach()
     # row numbers that the table does not have are refused before they are looked up
     substitutions_within(torch.zeros(len(tokens)), tokens, table)
-    radii = certified_radius(model[1:], table[tokens], labels, **options)
+    radii = certified_radius(
+        nn.Sequential(*parts[1:]), table[tokens.long()], labels, norm="l2", **options
+    )
     return substitutions_within(radii.radius, tokens, table), radii

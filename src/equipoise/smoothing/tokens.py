@@ -81,7 +81,8 @@ def substitutions_within(radius: Tensor, tokens: Tensor, table: Tensor) -> Tenso
     if tokens.dim() != 2 or tokens.dtype not in CLASS_NUMBERS or len(tokens) != len(radius):
         raise InputError(f"tokens must be (N, T) row numbers of the table, got {describe(tokens)}")
     require_labels(tokens.flatten(), tokens.numel(), len(rows))
-    used, places = tokens.cpu().unique(return_inverse=True)
+    # a uint8 tensor would be taken for a mask
+    used, places = tokens.long().cpu().unique(return_inverse=True)
     moves = torch.stack([row_lengths(rows - rows[token]).amax() for token in used])
     squares = inflate(moves).square()[places].sort(-1, descending=True).values.cumsum(-1)
     reached = inflate(squares.sqrt() * (1 + gamma(squares.shape[-1] + 8, torch.float64)))

@@ -72,7 +72,10 @@ def test_stored_results_are_judged_anew_and_damaged_ones_refused(tmp_path: Path)
     document = json.loads(file.read_text())
     document["rows"][-1]["square"] = 3.0
     file.write_text(json.dumps(document))
-    assert results.read(experiment([]), tmp_path).verdict.label is Label.REFUTED
+    again = results.read(experiment([]), tmp_path).verdict
+    assert again.label is Label.OPEN  # not the settings of the paper, so nothing is refuted
+    assert "settings differ" in again.measured
+    assert experiment([]).verdicts([{"square": 9}])[0].label is Label.REFUTED
     file.write_text("{")
     with pytest.raises(InputError, match="delete it"):
         reproduce(experiment([]), "laptop", Context(), tmp_path)

@@ -145,7 +145,10 @@ class Board:
             radii = [0.0, *map(float, row["curve"])]
             shares = [row["accuracy"].value, *(m.value for m in row["curve"].values())]
             marker = MARKERS[k % len(MARKERS)] if len(radii) < 10 else ""
-            style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS)]}
+            style: Any = {
+                "color": COLOURS[k % len(COLOURS)],
+                "linestyle": DASHES[k // len(COLOURS)],
+            }
             axes.plot(
                 radii,
                 shares,
