@@ -86,7 +86,7 @@ def write(
     kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
-            network = checker.Network(document, weights)
+            network: Any = checker.Network(document, weights)
             _require_same_function(model, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
             if y is None:
@@ -485,7 +485,8 @@ def _spread(weight: Tensor, dilation: Sequence[int]) -> Tensor:
         return weight
     taps = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
     wide = weight.new_zeros(*weight.shape[:2], *taps)
-    wide[(..., *[slice(None, None, d) for d in dilation])] = weight
+    places: Any = (..., *[slice(None, None, d) for d in dilation])
+    wide[places] = weight
     return wide
 
 
