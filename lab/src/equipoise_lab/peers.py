@@ -20,9 +20,8 @@ from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, inflate, require_finite
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import Convolution, convolution
-from equipoise.norms.cholesky import random_start
+from equipoise.norms.cholesky import dense_bracket, random_start
 from equipoise.norms.convolution import materialise
-from equipoise.norms.dense import dense_bracket
 from equipoise.norms.symbol import Symbol
 
 Run = Callable[[Tensor, tuple[int, ...], PaddingMode, int], Bound]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -245,10 +246,10 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         each = settings.seconds
         if settings.kind == "sampled":
             each = (settings.n0 + settings.n) * report.seconds
-        for line in report.lines():
-            say(line)
+        say(str(report))
         if each is not None:
-            say(f"{left} inputs take up to {_duration(left * each)} on one core")
+            most = timedelta(seconds=math.ceil(left * each))
+            say(f"{left} inputs take up to {most} (hours:minutes:seconds) on one core")
     try:
         with progress("certifying") as update:
 
@@ -258,14 +259,6 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
             return start(job, folder, progress=show, **execution)
     except KeyboardInterrupt:
         options.interrupted(folder)
-
-
-def _duration(seconds: float) -> str:
-    """Rounded up, in the unit a person would choose."""
-    if seconds < 90:
-        return f"{math.ceil(seconds)} s"
-    minutes = seconds / 60
-    return f"{math.ceil(minutes)} minutes" if minutes < 90 else f"{math.ceil(minutes / 60)} hours"
 
 
 def _require_bundle(job: Job) -> None:

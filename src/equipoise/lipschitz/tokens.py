@@ -39,7 +39,7 @@ from equipoise.lipschitz.rules.registry import Shape, root, shape_of
 from equipoise.lipschitz.rules.shapes import places_of
 from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.spectral import Cache, bracket
+from equipoise.norms.spectral import Cache
 
 #: logarithms closer than this are the same bound, rounded differently
 _SAME = 1e-9
@@ -103,17 +103,11 @@ def _rescaled(step: Step, log: float, changes: Changes) -> Step:
 
 def _choices(call: Call, run: Propagation, changes: Changes) -> list[tuple[float, Step]]:
     """Bounds of the change of a row, with the steps that lead to them."""
-    step, facts = run.steps[call.node], run.facts[call.node]
+    step = run.steps[call.node]
     sizes = {s.node: changes[s.node].whole() for s, _ in step.gains}
     choices = [(_row(call, step, changes), step)]
     if step.gains:
         choices.append((combined(step, sizes), step))
-    if isinstance(facts.form, Matrix) and facts.base is not None:
-        # neighbouring dense layers composed, and some outputs of one, row by row
-        base = changes[facts.base]
-        if tuple(facts.form.matrix.shape) == (*call.shape[-1:], *base.shape[-1:]):
-            gain = log_up(float(bracket(facts.form, call.cache).upper))
-            choices.append((log_product(gain, base.row), step))
     for region in run.regions.get(call.node, ()):
         before = changes[region.source]
         block = Step(((run.facts[region.source].signal, 1.0),), region.kind)

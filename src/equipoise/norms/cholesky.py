@@ -1,4 +1,4 @@
-"""Proofs by Cholesky factorisation that a Hermitian matrix lies below a multiple of the identity; Lanczos steps.
+"""Proofs by Cholesky factorisation that a Hermitian matrix lies below a multiple of the identity; norms of large matrices.
 
 If the floating-point Cholesky factorisation of `M = s·I − G` runs to completion, the computed factor satisfies
 `L L* = M + Δ` with `|Δ| ≤ γ'·|L||L|*` (Higham 2002, thm 10.3; Demmel 1989; Rump 2006), and `L L* ⪰ 0`. Hence
@@ -19,15 +19,28 @@ Proofs run on the CPU, by BLAS and LAPACK of torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
-from equipoise.norms.gram import gram
+from equipoise.core.precision import (
+    deflate,
+    gamma,
+    inflate,
+    ldexp_down,
+    ldexp_up,
+    rescaled,
+    unit_roundoff,
+)
+from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side
 
+Result = tuple[float, float, Tensor]
+
+#: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
+LARGE = 160
 #: columns of one block of a factorisation: MKL factorises small matrices well, and large ones slowly on other processors
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
@@ -278,76 +291,188 @@ def perturb(v: Tensor) -> Tensor:
     return v / torch.linalg.vector_norm(v)
 
 
-def krylov(
+def lanczos(
     multiply: Operator,
     start: Tensor,
     steps: int,
-    enough: Callable[[Tensor, Tensor], bool],
+    converged: float = 0.0,
+    calls: int = 2,
+    enough: float = math.inf,
     every: int = 4,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ritz values of a Hermitian operator on flat vectors, largest first, estimates of their residuals, and Ritz vectors as rows.
+) -> Tensor:
+    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, by orthogonalised steps.
 
     Args:
         multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        enough: decides from values and residuals whether to stop early.
-        every: after how many steps it is called.
+        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share; 0: never.
+        calls: see above.
+        enough: a Ritz value that suffices.
+        every: how often Ritz values are computed.
     """
     n = start.numel()
     breakdown = 8 * torch.finfo(start.dtype).eps
     Q = start.new_zeros(min(steps, n), n)
     T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
+    largest: list[float] = []
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
-    largest = 0.0
     for j in range(len(Q)):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        alpha = float(torch.vdot(q, w).real)
+        T[j, j] = torch.vdot(q, w).real
         for _ in range(2):  # rounding brings back what the first pass takes out
             w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        beta = float(torch.linalg.vector_norm(w))
-        T[j, j] = alpha
-        largest = max(largest, abs(alpha))
-        last = j + 1 == len(Q) or beta <= breakdown * largest
-        if last or (j + 1) % every == 0:
+        beta = torch.linalg.vector_norm(w)
+        last = j + 1 == len(Q) or float(beta) <= breakdown * float(T.diagonal().abs().amax())
+        if last or (converged and (j + 1) % every == 0):
             values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
-            values, vectors = values.flip(0), vectors.flip(1)
-            residuals = beta * vectors[-1].abs()
-            if last or enough(values, residuals):
+            largest.append(float(values[-1]))
+            slow = (
+                len(largest) > calls
+                and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
+            )
+            if last or slow or largest[-1] >= enough:
                 break
         T[j + 1, j] = beta
         q = w / beta
-    return values, residuals, vectors.mT.to(Q) @ basis
+    return vectors[:, -1].to(Q) @ basis
 
 
-def lanczos(
-    multiply: Operator,
-    start: Tensor,
-    steps: int,
-    converged: float,
-    calls: int = 2,
-    enough: float = math.inf,
-    every: int = 4,
-) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors.
+# --- brackets of matrices ---------------------------------------------------------------------------------------------------
+
+
+def cholesky_bracket(
+    W: Tensor,
+    rtol: float,
+    start: Tensor | None = None,
+    enough: float = 0.0,
+    single: Tensor | None = None,
+) -> Result:
+    """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
+
+    Real matrices with a start are tried in float32 first.
 
     Args:
-        multiply: the operator.
-        start: the first vector.
-        steps: how many steps at most.
-        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share.
-        calls: see above.
-        enough: a Ritz value that suffices.
-        every: how often Ritz values are computed.
+        W: one matrix, real or complex.
+        rtol: relative gap to reach.
+        start: a guess of the top vector of the smaller side.
+        enough: an upper end that suffices; given with a start, it is tried first.
+        single: `syrk(W, float32)`, if it is there already.
+
+    Returns:
+        Both ends, and a vector near the top of the smaller side.
     """
-    largest: list[float] = []
+    A, e = rescaled(small_side(W.cpu()))
+    if not bool(A.sum()) and not bool(A.any()):  # a sum is the faster of the two
+        return 0.0, 0.0, A.new_ones(A.shape[1])
+    limit = ldexp_down(enough, -e)
+    with single_thread(A.numel() * A.shape[1]):
+        result = None
+        if start is not None and not A.is_complex():
+            G = syrk(A, torch.float32) if single is None or e else single
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+        if result is None:
+            G = syrk(A)
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+        assert result is not None
+        lower, upper, v = result
+    return ldexp_down(lower, e), ldexp_up(upper, e), v
 
-    def stop(values: Tensor, _: Tensor) -> bool:
-        largest.append(float(values[0]))
-        before = largest[-1 - calls] if len(largest) > calls else -math.inf
-        return largest[-1] >= enough or largest[-1] - before <= converged * largest[-1]
 
-    return krylov(multiply, start, steps, stop, every)[2][0]
+def bracket_of_gram(
+    G: Tensor,
+    error: float,
+    size: float,
+    rtol: float,
+    A: Tensor | None = None,
+    start: Tensor | None = None,
+    enough: float = 0.0,
+) -> Result | None:
+    """`(lower, upper, v)` of σ₁(A) from its Gram matrix.
+
+    The lower end is a Rayleigh quotient, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
+    vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
+    None where float32 cannot reach the tolerance.
+
+    Args:
+        G: the Gram matrix, not zero.
+        error: norm of what G may be off by.
+        size: at least `‖A‖_F²`.
+        rtol: relative gap to reach.
+        A: the matrix, for lower ends `‖Av‖/‖v‖`; None: they are read off G, in float64.
+        start: a guess of the top vector.
+        enough: an upper end that suffices; given with a start, it is tried first.
+    """
+    n, dtype = len(G), G.dtype
+    steering = G / torch.diagonal(G).real.amax()
+    if (
+        rtol >= 1e-5
+    ):  # float32 steers well enough, unless it could not tell the top from its neighbours
+        steering = steering.to(torch.complex64 if G.is_complex() else torch.float32)
+    v = (
+        random_start(n, steering)
+        if start is None or not bool(start.any())
+        else steering @ start.to(steering)
+    )
+
+    def rayleigh(v: Tensor) -> float:
+        if A is not None:
+            return float(rayleigh_lower(A, v))
+        w = v.double() / torch.linalg.vector_norm(v.double())
+        rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
+        return deflate(math.sqrt(max(0.0, float(w @ (G @ w)) - rounding - error)))
+
+    best = torch.zeros_like(v)
+    longest = int(torch.diagonal(G).real.argmax())
+    best[longest] = 1  # the longest column: a lower end that is never 0
+    lower = deflate(math.sqrt(max(0.0, float(G[longest, longest].real) - error)))
+
+    if enough > 0 and start is not None:
+        value = max(lower, rayleigh(v))
+        tau = deflate(deflate(enough) ** 2)
+        # a bound with a margin lasts for more steps
+        aim = tau if value**2 > 0.8 * tau else value * math.sqrt(tau)
+        if value**2 < aim and is_below(G, aim, error):
+            return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
+
+    loss = n * cholesky_gamma(n, torch.float64)  # of a proof in float64, at worst
+    slack = 0.9 * max(rtol, 5 * loss)
+    for attempt in itertools.count(1):
+        v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
+        value = rayleigh(v)
+        if value > lower:
+            best, lower = v, value
+        tau = max(lower**2, error) * (1 + slack) ** 2
+        # what rounding costs: the error of G twice, and the loss of the proof
+        if (
+            dtype is torch.float32
+            and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack
+        ):
+            return None
+        if tau >= size or is_below(G, tau, error):
+            return lower, inflate(math.sqrt(inflate(min(tau, size)))), best
+        if dtype is torch.float32:
+            return None
+        if attempt >= 6:
+            slack *= 2
+    return None
+
+
+def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`(lower, upper, v)` of a batch of matrices in float64: Gram iteration for small ones, Cholesky proofs for large ones.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        rtol: relative gap to reach.
+    """
+    if W.dim() == 2 and min(W.shape) >= LARGE:
+        lower, upper, v = cholesky_bracket(W, rtol)
+        return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v
+    if W.dim() > 2 and min(W.shape[-2:]) >= LARGE:
+        flat = [dense_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
+        low, high, v = (torch.stack([f[i] for f in flat]) for i in range(3))
+        return low.reshape(W.shape[:-2]), high.reshape(W.shape[:-2]), v.reshape(*W.shape[:-2], -1)
+    return gram_bracket(W, rtol)

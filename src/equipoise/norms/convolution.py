@@ -35,8 +35,12 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution
-from equipoise.norms.cholesky import lanczos, random_start, single_thread
-from equipoise.norms.dense import dense_bracket
+from equipoise.norms.cholesky import (
+    dense_bracket,
+    lanczos,
+    random_start,
+    single_thread,
+)
 from equipoise.norms.gram import rayleigh_lower, wide
 from equipoise.norms.search import Search, SymbolBound
 from equipoise.norms.symbol import Symbol, correlation_error

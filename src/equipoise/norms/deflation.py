@@ -6,13 +6,12 @@ One factorisation proves, for a matrix S and a matrix T of few rows,
 
 For `W = κS + D`, any few directions Q with the orthogonal projector P onto their span, and x = Px + r:
 
-    ‖W‖² ≤ λ_max [[diag(h), c], [cᵀ, b²]] ,     that is, ‖W‖² ≤ τ  for every τ > h with  Σ_i c_i²/(τ − h_i) ≤ τ − b²      (2)
-    h_i = row sums of |QWᵀWQᵀ|,   c_i = ‖(I − P)WᵀWq_i‖,   b = κ·√(ρ² + ‖T(I − P)‖²) + ‖D‖_F .
+    ‖Wx‖² ≤ a²‖Px‖² + 2c‖Px‖‖r‖ + b²‖r‖²,      hence      ‖W‖² ≤ λ_max [[a², c], [c, b²]]                      (2)
+    a = ‖WP‖,   c = ‖(I − P)WᵀWP‖,   b = κ·√(ρ² + ‖T(I − P)‖²) + ‖D‖_F .
 
-h and c are computed from the products `QWᵀ` and `QWᵀW`, at the price of a few vectors, for the weight as it is, after a rotation
-of Q that makes h nearly the squares of the singular values of WP. Training raises few singular values far above the others,
-so b may grow for many steps before (2) exceeds max h by more than a little, where Weyl's inequality alone would lose ‖D‖_F from
-the first step on. And (1) leaves room for the rounding of float32 where a proof of ‖S‖ itself to four digits does not.
+a and c are computed from the products `QWᵀ` and `QWᵀW`, at the price of a few vectors, for the weight as it is. Training raises
+few singular values far above the others, so b may grow for many steps before (2) exceeds a by more than a little, where Weyl's
+inequality alone would lose ‖D‖_F from the first step on.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
-from equipoise.norms.cholesky import expected_loss, is_below, krylov, random_start
+from equipoise.norms.cholesky import is_below, random_start
 
 #: most directions that are followed: more of them let the rest grow for longer, and cost more in every step
 DIRECTIONS = 8
-#: most directions that are split off a matrix that is bounded once
-MOST = 16
 
 
 def first_directions(A: Tensor) -> Tensor:
@@ -47,37 +44,12 @@ def _orthonormal(Q: Tensor) -> Tensor:
     return torch.linalg.qr(Q.mT)[0].mT.contiguous()
 
 
-def prove_rest(
-    G: Tensor, error: float, size: float, Q: Tensor, values: Tensor, rho: float
-) -> Tensor | None:
-    """Inequality (1) for one ρ: T, or None where it is not proved.
-
-    Args:
-        G: Gram matrix of S in float32 on the CPU.
-        error: norm of what G may be off by.
-        size: at least `‖S‖_F²`.
-        Q: directions, as rows `(k, n)`.
-        values: their Ritz values, in float64.
-        rho: ρ², the bound of the rest that is tried.
-    """
-    T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
-    H = torch.addmm(G, T.mT, T, alpha=-1)
-    squares = float(T.double().square().sum()) * (1 + 1e-12)
-    # every entry is a sum of products that is subtracted from one of G, whose entries are at most `size` together
-    u = unit_roundoff(H.dtype)
-    rounding = gamma(len(T) + 4, H.dtype) * squares + 2 * u * (size + error + squares)
-    return T if is_below(H, rho, inflate(error + inflate(2 * rounding))) else None
-
-
-def rest_of_directions(
-    G: Tensor, error: float, size: float, Q: Tensor
-) -> tuple[Tensor, Tensor, float] | None:
+def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, float] | None:
     """Inequality (1): `(Q, T, ρ)` with improved directions Q; None where no few directions are larger than the others.
 
     Args:
         G: Gram matrix of S in float32 on the CPU.
         error: norm of what G may be off by.
-        size: at least `‖S‖_F²`.
         Q: directions to start from, as rows `(k, n)`.
     """
     if len(G) < 4 * DIRECTIONS or not math.isfinite(error):
@@ -93,53 +65,16 @@ def rest_of_directions(
         rho = max(margin * float(values[0]), top / 16)
         if not 0 < rho < 0.95 * top:
             return None
-        T = prove_rest(G, error, size, Q, values, rho)
-        if T is not None:
+        T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
+        H = torch.addmm(G, T.mT, T, alpha=-1)
+        size = float(torch.linalg.matrix_norm(T.double())) ** 2
+        # every entry is a sum of products that is subtracted from one of G
+        rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
+            float(torch.linalg.matrix_norm(G.double())) + size
+        )
+        if is_below(H, rho, inflate(error + inflate(2 * rounding))):
             return Q, T.double(), math.sqrt(inflate(rho))
     return None
-
-
-def deflated_gram_bracket(
-    A: Tensor, G: Tensor, error: float, size: float, rtol: float
-) -> tuple[float, float, Tensor]:
-    """`(lower, upper, v)` of ‖A‖ from its Gram matrix in float32, by (1) and (2); an infinite upper end where that fails.
-
-    Lanczos steps go on until k of their Ritz pairs `(θ_i, q_i)` with residuals c_i leave a rest that float32 can tell from the
-    top: with `τ = θ₁(1 + 1.5·rtol)` the rest may have `ρ² = τ − Σ_{i≤k} c_i²/(τ − θ_i)` by (2), and it has about θ_{k+1}.
-
-    Args:
-        A: the matrix `(m, n)` with `m ≥ n`, not zero.
-        G: `syrk(A, float32)`.
-        error: norm of what G may be off by.
-        size: at least `‖A‖_F²`.
-        rtol: relative gap to reach.
-    """
-    loss: list[float] = []
-
-    def division(values: Tensor, residuals: Tensor) -> tuple[int, float]:
-        """k, or 0 where no number will do, and ρ²."""
-        values, residuals = values[: MOST + 1], residuals[: MOST + 1]
-        tau = values[0] * (1 + 1.5 * rtol)
-        rho = tau - (residuals.square() / (tau - values)).cumsum(0)[:-1]
-        if not loss:
-            loss.append(expected_loss(G, float(tau)) + 0.01)  # what Ritz values miss included
-        fits = (values[1:] + error < (1 - loss[0]) * rho) & (residuals[1:] < 3e-3 * tau)
-        places = fits.nonzero()[:, 0].tolist()
-        return (places[0] + 1, float(rho[places[0]])) if places else (0, 0.0)
-
-    def enough(values: Tensor, residuals: Tensor) -> bool:
-        return len(values) >= 24 and division(values, residuals)[0] > 0
-
-    values, residuals, vectors = krylov(G.matmul, random_start(len(G), G), 112, enough, every=8)
-    k, rho = division(values, residuals)
-    Q = _orthonormal(vectors[: max(k, 1)])
-    T = prove_rest(G, error, size, Q, values[:k], rho) if k else None
-    if T is None:
-        return 0.0, math.inf, Q[0]
-    lower, upper, Q = deflated_bracket(
-        A.double(), inflate(math.sqrt(size)), Q.double(), T.double(), math.sqrt(inflate(rho))
-    )
-    return lower, upper, Q[0]
 
 
 def deflated_bracket(
@@ -164,17 +99,23 @@ def deflated_bracket(
     """
     k = len(Q)
     images = Q @ A.mT
-    back = images @ A
-    Y = images.double()
-    X = torch.linalg.eigh(Y @ Y.mT)[1].mT.flip(0)
-    Y, Q64, outside = X @ Y, X @ Q.double(), torch.cat([X @ back.double(), T])
-    H = (Y @ Y.mT).abs()
+    back = (images @ A).double()
+    Y, Q64 = images.double(), Q.double()
+    H = Y @ Y.mT
+    X = torch.linalg.eigh(H)[1]
+    H = X.mT @ H @ X
+    outside = torch.cat([back, T])
     outside = torch.addmm(outside, outside @ Q64.mT, Q64, alpha=-1)
-    one, length = torch.eye(k).to(Q64), torch.linalg.vector_norm
-    numbers = [H.diagonal()[:1], length(Y)[None], length(outside[k:])[None]]
-    numbers += [length(x @ x.mT - one)[None] for x in (Q64, X)]
-    value, y, away, defect, turned, *rows = torch.cat(
-        [*numbers, H.sum(1), length(outside[:k], dim=1)]
+    length = torch.linalg.vector_norm
+    row, value, defect, y, c, away = torch.stack(
+        [
+            H.abs().sum(1).amax(),
+            H[-1, -1],
+            length(Q64 @ Q64.mT - torch.eye(k).to(Q64)),
+            length(Y),
+            length(outside[:k]),
+            length(outside[k:]),
+        ]
     ).tolist()
 
     # sums in float64 are covered by `slack`, the two products with A by γ‖A‖_F times the length of what is multiplied
@@ -184,37 +125,26 @@ def deflated_bracket(
     first = 2 * g * size * math.sqrt(k) + lost
     second = 2 * g * size * y + size * first + lost + slack * size * size
     spread = 2 * (defect + slack)
-    if not (spread < 0.5 and turned < 1e-3 and math.isfinite(sum(rows))):
+    if not (spread < 0.5 and math.isfinite(c)):
         return 0.0, math.inf, Q
-    stretch = inflate(1 / (1 - spread))
-    # ‖(Y + E)ᵀz‖² ≤ Σ h_i z_i² + (2‖E‖√max h + ‖E‖²)‖z‖²
-    widened = inflate(2 * first * math.sqrt(max(rows[:k])) + first**2 + 2 * slack * y * y)
-    h = [inflate(stretch * inflate(x * (1 + slack) + widened)) for x in rows[:k]]
-    c = [inflate(math.sqrt(stretch) * (x * (1 + slack) + second)) for x in rows[k:]]
+    a = inflate((math.sqrt(row * (1 + slack)) + first) / math.sqrt(1 - spread))
+    cross = inflate((c * (1 + slack) + second) / math.sqrt(1 - spread))
     lower = max(0.0, deflate((math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + spread)))
     b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
     Q_next = _orthonormal(back).to(Q)
     if change is None:
-        return lower, _largest(h, c, b), Q_next
+        return lower, _largest(a, b, cross), Q_next
     D, drift = change
-    upper = _largest(h, c, inflate(b + drift))
+    upper = _largest(a, inflate(b + drift), cross)
     if upper > enough:  # what D does to the directions themselves does not count
         inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
         inside = max(0.0, inside) / math.sqrt(1 + spread)
         drift = math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside)))
-        upper = _largest(h, c, inflate(b + drift))
+        upper = _largest(a, inflate(b + drift), cross)
     return lower, upper, Q_next
 
 
-def _largest(h: list[float], c: list[float], b: float) -> float:
-    """A root of some τ that satisfies (2), nearly the smallest."""
-    square = inflate(b * b)
-    arrow = torch.diag(torch.tensor([*h, square], dtype=torch.float64))
-    arrow[-1, :-1] = torch.tensor(c, dtype=torch.float64)
-    tau = float(torch.linalg.eigvalsh(arrow)[-1])  # reads the lower triangle; an estimate
-    for attempt in range(64):
-        tau = max(tau, *h) * (1 + 2.0 ** (attempt - 33))
-        needed = sum(x * x / (tau - y) for x, y in zip(c, h, strict=True) if x)
-        if tau > max(h) and needed * (1 + 1e-12) <= deflate(tau) - square:
-            return inflate(math.sqrt(tau))
-    return math.inf
+def _largest(a: float, b: float, cross: float) -> float:
+    """`√λ_max [[a², cross], [cross, b²]]`, rounded up."""
+    middle, half = (a * a + b * b) / 2, (a * a - b * b) / 2
+    return inflate(math.sqrt(inflate(middle + math.hypot(half, cross))))

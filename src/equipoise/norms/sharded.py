@@ -18,8 +18,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, inflate
-from equipoise.norms.cholesky import syrk, syrk_error
-from equipoise.norms.dense import bracket_of_gram, cholesky_bracket
+from equipoise.norms.cholesky import bracket_of_gram, cholesky_bracket, syrk, syrk_error
 from equipoise.norms.tracking import TrackedNorm, frobenius_norm
 
 #: entries must be smaller: sums of their squares are finite then

@@ -21,9 +21,8 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import Axis, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import single_thread
+from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket, single_thread
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.dense import LARGE, cholesky_bracket, dense_bracket
 from equipoise.norms.gram import complete_pair, gram_bracket, scaled, wide
 from equipoise.norms.sharded import is_sharded, sharded_norm
 

@@ -36,10 +36,9 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import circular_lattice, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import perturb, syrk, syrk_error
+from equipoise.norms.cholesky import cholesky_bracket, perturb, syrk, syrk_error
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.deflation import deflated_bracket, first_directions, rest_of_directions
-from equipoise.norms.dense import cholesky_bracket
+from equipoise.norms.deflation import deflated_bracket, first_directions, prove_rest
 from equipoise.norms.gram import small_side
 from equipoise.norms.symbol import symbol_energy
 
@@ -263,7 +262,7 @@ class TrackedMatrix(TrackedNorm):
         self.start = self.Q
         cpu = A.cpu()
         G = syrk(cpu, torch.float32)
-        proved = rest_of_directions(G, *syrk_error(cpu, G), self.Q.cpu())
+        proved = prove_rest(G, syrk_error(cpu, G)[0], self.Q.cpu())
         if proved is not None:
             Q, T, self.rest = proved
             self.T = T.to(A.device)

@@ -413,22 +413,18 @@ class PreflightReport:
         clean: share of right answers without noise; None: no labels.
         noisy: share of right answers under one draw of the noise; None: no labels, or a proved run.
         seconds: of one forward pass of one input.
-        warning: what is likely wrong and what to do, empty if nothing is.
     """
 
     inputs: int
     clean: float | None
     noisy: float | None
     seconds: float
-    warning: str = ""
 
-    def lines(self) -> list[str]:
-        """What a user should know before waiting."""
+    def __str__(self) -> str:
         shares = {"clean accuracy": self.clean, "under noise": self.noisy}
         texts = [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
         texts.append(f"{self.seconds:.2g} s a pass")
-        lines = [f"{', '.join(texts)} ({self.inputs} inputs, estimates)"]
-        return lines + [f"warning: {self.warning}"] * bool(self.warning)
+        return f"{', '.join(texts)} ({self.inputs} inputs, estimates)"
 
 
 def preflight(job: Job) -> PreflightReport:
@@ -463,15 +459,7 @@ def preflight(job: Job) -> PreflightReport:
     if not job.inputs.labelled:
         return PreflightReport(len(items), None, None, seconds)
 
-    chance = float(labels.unique(return_counts=True)[1].max() / len(labels))
-    warning = ""
-    if len(labels) >= 10 and (clean <= 1.2 * chance or noisy < 0.8 * clean):
-        warning = (
-            f"few right answers (the largest class alone gives {chance:.1%}): are the weights trained, under noise "
-            "of this sigma or behind a denoiser, the inputs scaled as in training (--mean, --std), the "
-            "labels in the order of the logits?"
-        )
-    return PreflightReport(len(items), clean, noisy if sigma else None, seconds, warning)
+    return PreflightReport(len(items), clean, noisy if sigma else None, seconds)
 
 
 def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:

@@ -97,15 +97,6 @@ class Case:
             )
         return self.balls[radius]
 
-    def near(self, radius: float) -> float:
-        """The radius of a ball enclosed already, if one is within 8 %: an enclosure costs more than it would gain."""
-        close = [
-            r
-            for r, ball in self.balls.items()
-            if ball is not None and abs(r - radius) < 0.08 * radius
-        ]
-        return min(close, key=lambda r: abs(r - radius), default=radius)
-
     def relaxed(self, radius: float) -> Tensor:
         """Lower bounds of every margin on the ball, by the relaxation with optimised slopes.
 
@@ -234,7 +225,7 @@ def integrate(case: Case, k: int, outer: float, rough: bool = False) -> float:
     for share in SHARES:
         if not left > 0:
             break
-        R = outer if share == 1 else case.near(deflate(share * outer))
+        R = outer if share == 1 else deflate(share * outer)
         step = inflate(R - r)
         enough = left * (1 - 1e-6) / step if share == 1 else 0.0
         L = case.constant(k, r, R, enough, rough)
@@ -254,34 +245,19 @@ def relaxed_radius(case: Case, low: float, rtol: float = 4e-3) -> float:
         rtol: relative distance of a radius that was not proved at which to stop.
     """
     start = low
-    while low < 1e30 and time.process_time() < case.deadline:
+    while case.failed - low > rtol * low and low < 1e30 and time.process_time() < case.deadline:
         tried = 2 * max(low, 1e-12)
         if case.failed < math.inf:
             # margins fall ever faster with the radius: where a straight line says 0, they are positive
             line = case.failed / (1 - float(case.shares(case.failed).min()))
-            top = _beyond(case)
+            third = (case.failed - low) / 3
+            tried = min(max(low + third, line), case.failed - third)
             hopeless = low == start and case.failed < 1.5 * low and line < low / 2
-            if hopeless or top - low <= rtol * low:
-                break
-            third = (top - low) / 3
-            tried = min(max(low + third, line), top - third)
-            if not tried > 1e-30:
+            if hopeless or not tried > 1e-30:
                 break
         if case.holds(tried):
             low = tried
     return low
-
-
-def _beyond(case: Case) -> float:
-    """A radius beyond which nothing is to be gained: the least that failed, or where the line through two that failed is 0."""
-    failed = [r for r in sorted(case.bounds) if r >= case.failed]
-    if len(failed) < 2:
-        return case.failed
-    first, second = (float(case.shares(r).min()) for r in failed[:2])
-    if not -math.inf < second < first:
-        return case.failed
-    zero = failed[0] + first * (failed[1] - failed[0]) / (first - second)
-    return min(case.failed, zero)
 
 
 def multipliers_prove(case: Case, radius: float) -> bool:

@@ -10,9 +10,7 @@ radius. For any λ ≥ 0 (the multiplier of the ball, minimised entry by entry)
 
     h ≥ −λρ²/2 + Σ_j min over l_j ≤ z_j ≤ u_j of A_j φ(z_j) − g_j z_j + λ(z_j − ẑ_j)²/2.
 
-λ = 0 is the usual relaxation by lines; in ℓ∞ and ℓ1 there is no other, g has any slope of the hinge where A > 0 and that of the
-chord where A < 0, and the rounding is that of `backward`. The minimum
-of each of the two pieces of a hinge is that of a parabola on an interval.
+λ = 0 is the usual relaxation by lines. The minimum of each of the two pieces of a hinge is that of a parabola on an interval.
 So the bound is valid for whatever g and λ an optimizer finds, and only its own evaluation is rounded: in a term the minimiser is
 computed within a few units in the last place, which changes the value by the square of that; the value, the sum over the
 entries and the sum of rows that meet at z are off by at most `γ_(n+64)` times the sum of all parts in absolute values.
@@ -24,7 +22,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,8 +36,8 @@ _U = 2.0**-53
 RATE, LINES_RATE, DECAY = 0.3, 0.1, 0.98
 #: steps for the rows that are asked for, and for the intervals of pre-activations
 STEPS, INNER_STEPS = 50, 15
-#: intervals are optimised where all their slopes together are at most this many numbers, with the ball of a layer and without
-INNER_NUMBERS, INNER_LINES = 400_000, 1_600_000
+#: intervals are optimised where all their slopes together are at most this many numbers
+INNER_NUMBERS = 400_000
 
 
 @dataclass
@@ -130,8 +128,7 @@ def relaxed_bounds(
         passed: is given the rows as they arrive at every activation and, at 0, at the input.
     """
     spread = list(ball.spread)
-    general = bool(relaxation.log_penalty or relaxation.shift)
-    for i in relaxation.lower if general else ():
+    for i in relaxation.lower:
         # the offset is that of the stored slopes: they are not rounded
         spread[i] = torch.zeros_like(ball.low[i])
 
@@ -140,9 +137,6 @@ def relaxed_bounds(
             passed[i] = A
         if i not in relaxation.lower:
             return by_lines(ball.lines[i], A)
-        if not general:
-            # a hinge is the largest of all lines through 0 with a slope between its two
-            return by_lines(replace(ball.lines[i], lower=relaxation.lower[i]), A)
         g = A.clamp_min(0) * relaxation.lower[i] + A.clamp_max(0) * relaxation.upper[i]
         if i in relaxation.shift:
             s = ball.network.activations[i].source
@@ -237,7 +231,7 @@ def optimise(
 
 
 def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = math.inf) -> Tensor:
-    """Lower bounds of rows of node k by a few steps of optimised slopes, or by parallel lines where these are too many numbers.
+    """Lower bounds of rows of node k by a few steps of optimised slopes; −∞ where these would be too many numbers.
 
     Args:
         ball: enclosed up to node k.
@@ -246,16 +240,6 @@ def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = math.inf) -
         deadline: of `time.process_time()`.
     """
     before = sum(ball.network.sizes[i] for i in ball.lines)
-    most = INNER_NUMBERS if ball.norm == "l2" else INNER_LINES
-    if before and len(rows) * before <= most:
-        return optimise(ball, k, rows, steps=INNER_STEPS, deadline=deadline)[0]
-    if not before or ball.norm == "l2":
+    if not before or len(rows) * before > INNER_NUMBERS:
         return torch.full((len(rows),), -math.inf, dtype=torch.float64)
-    # below a hinge, every slope between its two is a line
-    parallel = {
-        i: replace(lines, lower=lines.upper)
-        if isinstance(ball.network.activations[i].curve, Hinge)
-        else lines
-        for i, lines in ball.lines.items()
-    }
-    return lower_bounds(replace(ball, lines=parallel), k, rows)
+    return optimise(ball, k, rows, steps=INNER_STEPS, deadline=deadline)[0]

@@ -59,7 +59,7 @@ def named(operations: Iterable[str]) -> list[str]:
     return [f"aten.{name}" for name in operations]
 
 
-def require_constantplaces_of(call: Call) -> None:
+def require_constant_places(call: Call) -> None:
     """Refuse positions that depend on the input."""
     indices = [call.get("index"), *(call.get("indices") or ())]
     if any(isinstance(index, Signal) for index in indices):
@@ -126,7 +126,7 @@ def _component(call: Call) -> Step | None:
 @rule(*named(INDEXED))
 def indexed(call: Call) -> Step:
     """Entries at constant positions: √ of how often the most frequent one is read."""
-    require_constantplaces_of(call)
+    require_constant_places(call)
     x = call.x
     places = places_of(call, x)
     gain = root(most_frequent(places))
