@@ -13,7 +13,7 @@ from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
-    from equipoise.runs import Job, Results, Row, Run
+    from equipoise.runs import Job, Results, Run
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
 _RUNNING = ("workers", "address", "batch_size")
@@ -245,18 +245,22 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
         settings = job.settings
         each = settings.seconds
         if settings.kind == "sampled":
-            each = (settings.n0 + settings.n) * report.seconds
-        say(str(report))
+            each = (settings.n0 + settings.n) * report["seconds"]
+        shares = [
+            f"{name} accuracy {report[name]:.1%}" for name in ("clean", "noisy") if name in report
+        ]
+        say(", ".join([*shares, f"{report['seconds']:.2g} s a pass (estimates)"]))
         if each is not None:
             most = timedelta(seconds=math.ceil(left * each))
             say(f"{left} inputs take up to {most} (hours:minutes:seconds) on one core")
     try:
         with progress("certifying") as update:
-
-            def show(row: Row, done: int, total: int) -> None:
-                update(completed=done, total=total)
-
-            return start(job, folder, progress=show, **execution)
+            return start(
+                job,
+                folder,
+                progress=lambda row, done, total: update(completed=done, total=total),
+                **execution,
+            )
     except KeyboardInterrupt:
         options.interrupted(folder)
 

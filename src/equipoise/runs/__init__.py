@@ -3,7 +3,6 @@
 from equipoise.runs.attack import AttackSummary, attack_run, predict_run
 from equipoise.runs.jobs import (
     Job,
-    PreflightReport,
     certify,
     merge_runs,
     preflight,
@@ -16,7 +15,7 @@ from equipoise.runs.sources import normalised, portable
 from equipoise.runs.store import AttackRow, Row, Settings, is_run, versions
 
 __all__ = [
-    "AttackRow", "AttackSummary", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
+    "AttackRow", "AttackSummary", "Job", "Results", "Row", "Run", "Settings",
     "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "normalised", "open_run", "portable", "predict_run",
     "preflight", "prepare", "prove", "start", "versions",
 ]  # fmt: skip

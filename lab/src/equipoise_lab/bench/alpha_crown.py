@@ -58,7 +58,8 @@ def deep_network() -> Subject:
     weights = load_file(data_file("mnist-6x100.safetensors"))
     layers: list[nn.Module] = [nn.Flatten()]
     for k in range(6):
-        linear = nn.Linear(*reversed(weights[f"{k}.weight"].shape))
+        outputs, inputs = weights[f"{k}.weight"].shape
+        linear = nn.Linear(inputs, outputs)
         linear.weight.data = weights[f"{k}.weight"]
         linear.bias.data = weights[f"{k}.bias"]
         layers += [linear, nn.ReLU()]
