@@ -105,11 +105,10 @@ def prove(
     The radii are about the real function of the stored weights, evaluated in float64 with its
     rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
     also radii of the forward pass in float32), and those of model and data as for `certify`.
-    A single --epsilon is the only radius asked about: methods are tried from cheap to tight until
-    one proves it. With --complete the answers are proved, broken (the input is stored)
-    or undecided. Exit code 1: some inputs failed. --vnnlib asks whether a property holds: the
-    answer is holds, violated (with the input) or unknown; exit code 1 unless it holds. --tokens, for
-    a network that begins with an embedding: how many tokens may be exchanged for any others.
+    A single --epsilon is the only radius tried, from cheap methods to tight ones; with --complete it
+    is proved, broken (the input is stored) or undecided. Exit code 1: some inputs failed. --vnnlib:
+    a property holds, is violated (with the input) or unknown; exit code 1 unless it holds.
+    --tokens, for a network that begins with an embedding: how many tokens may be exchanged.
 
     Examples:
 

@@ -167,7 +167,7 @@ def prove(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     results = prove(net, (x, y), run_dir=folder).results()
     ...     results.radius.round(4).tolist(), results.status
-    ([1.4142, 0.0], ('proved', 'wrong'))
+    ([1.4142, 0.0], ('certified', 'wrong'))
     """
     job = prepare(model, dataset, Settings.of("proved", settings), name=name)
     return start(job, run_dir, progress=progress)
