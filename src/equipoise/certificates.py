@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save as to_safetensors
+from safetensors.numpy import save
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
@@ -39,6 +39,11 @@ _SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 _AGREEMENT = 1e-3
 #: another machine rounds otherwise: the last digits of a proved radius are given away
 _MARGIN = 1 - 1e-9
+
+
+def _to_safetensors(arrays: dict[str, np.ndarray]) -> bytes:
+    """The file's content; `save` takes memory as it lies, so the order of axes must be that of the shape."""
+    return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
 
 def write(
@@ -90,7 +95,7 @@ def write(
             _require_same_function(model, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
             if y is None:
-                files = {"weights.safetensors": to_safetensors(weights)}
+                files = {"weights.safetensors": _to_safetensors(weights)}
                 _save(folder, {**document, "claims": claims}, files)
                 return claims
             proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
@@ -117,8 +122,8 @@ def write(
     best = tensors.get("local", tensors["radii"])
     claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
     files = {
-        "weights.safetensors": to_safetensors(weights),
-        "inputs.safetensors": to_safetensors(tensors),
+        "weights.safetensors": _to_safetensors(weights),
+        "inputs.safetensors": _to_safetensors(tensors),
     }
     _save(folder, {**document, "claims": claims}, files)
     return claims

@@ -281,6 +281,14 @@ BYTES = (
 )  # fmt: skip
 
 
+def test_images_whose_channels_lie_last_in_memory_are_stored_in_the_order_of_their_shape(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 3)).eval()
+    x = torch.rand(6, 5, 5, 3).permute(0, 3, 1, 2)
+    certificates.write(net, x, net(x).argmax(1), tmp_path)
+    assert certificates.check(tmp_path)
+
+
 def test_tensors_are_stored_without_gaps():
     assert checker.read_tensors(tensor_file(bytes(16), ("a", [1], [0, 8]), ("b", [1, 1], [8, 16])))["b"].shape == (1, 1)
     for content in BYTES[6:]:
