@@ -10,7 +10,6 @@ import typer
 
 from equipoise.cli.consoles import emit_json, messages, print_table, results, tell
 from equipoise.cli.options import Json
-from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,6 +146,8 @@ def verification(
         rows = verification.rows(images, seconds)
         return _plain_table("robust at the radius", rows, as_json)
     if not alpha_crown.is_available():
+        from equipoise.core.errors import InputError
+
         raise InputError("--radii compares with auto_LiRPA, which cannot be imported: install it")
     _plain_table("largest radius", alpha_crown.rows(images), as_json)
 
