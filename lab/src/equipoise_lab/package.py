@@ -60,7 +60,7 @@ def package(source: Path, target: Path, data: str, limit: int | None = None) -> 
     figures = {"accuracy": right / count, "certified_accuracy": shares}
     figures |= {"split": "test", "samples": count}
     made = dict(read_json(source / "certificate.json").get("made", {}))
-    made["recipe"] = f"{made.get('recipe')}, weights rounded to half precision"
+    made["weights"] = "rounded to half precision"
     save_certificate(target, target.name, upper, pairs, figures, made)
     size = len(zlib.compress((target / "model.safetensors").read_bytes()))
     print(f"accuracy {right / count:.4f}, {size / 1e6:.2f} MB compressed")  # noqa: T201 (a program)

@@ -25,7 +25,8 @@ def test_certified_is_at_most_attacked_is_at_most_clean(board):
             assert "deel-torchlip" in cell["refused"]
             continue
         for shares in ([cell["accuracy"], cell["attacked"], *cell["certified"].values()], [*cell["curve"].values()]):
-            assert shares == sorted(shares, reverse=True)
+            rounded = [round(share, 12) for share in shares]
+            assert rounded == sorted(rounded, reverse=True)
         assert cell["certified"].items() <= cell["curve"].items()
         assert cell["attacked_samples"] == cell["samples"] == 40
 
