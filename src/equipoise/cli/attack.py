@@ -148,6 +148,6 @@ def predict(
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """The table's cells of one input: what stopped it stands in the place of an answer."""
+    """The table's cells of one input: a failure is shown in place of an answer."""
     shown = row | {"answer": row["failure"] or "abstained"} if row["answer"] is None else row
     return {name: str(value) for name, value in shown.items() if name != "failure"}
