@@ -416,7 +416,7 @@ def preflight(job: Job) -> dict[str, float]:
     """
     spec = job.spec
     model = spec.model.network(spec.device)
-    sigma = job.settings.sigma or 0.0
+    sigma = job.settings.sigma
     items = [
         item
         for item in job.inputs.some(job.positions, PREFLIGHT)
@@ -425,14 +425,17 @@ def preflight(job: Job) -> dict[str, float]:
     x = torch.stack([item.x for item in items])
     labels = torch.tensor([item.label for item in items])
 
-    noise = sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    batches = {"clean": x}
+    if sigma:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+        batches["noisy"] = x + sigma * noise
     report = {}
-    for name, batch in {"clean": x, "noisy": x + noise}.items():
+    for name, batch in batches.items():
         began = time.perf_counter()
         with torch.inference_mode():
             answers = [model(part.to(spec.device)).argmax(dim=1).cpu() for part in batch.split(50)]
         report["seconds"] = (time.perf_counter() - began) / len(x)
-        if job.inputs.labelled and (sigma or name == "clean"):
+        if job.inputs.labelled:
             report[name] = float((torch.cat(answers) == labels).double().mean())
     return report
 
