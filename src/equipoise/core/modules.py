@@ -24,9 +24,6 @@ from equipoise.core.errors import Refused
 
 Measured = Callable[[Any, tuple[int, ...]], Bound]
 
-#: bytes of a value that a program from a file may make on its way: what is constant in it is computed to be bounded
-LARGEST = 2**31
-
 
 class by_construction:
     """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, inflate
-from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
+from equipoise.lipschitz.operations import Map, Opaque, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.products import (
     branch_matmul,
     branch_product,
@@ -58,7 +58,7 @@ def matrix_step(
     row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
-    map: Map = Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
+    map: Map = Opaque() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
     return Step(
         ((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map
     )
@@ -338,11 +338,11 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
         constant: the other operand, a vector or matrices in its last two dimensions.
     """
     if len(x.shape) < 2 or constant.dim() < 2:
-        return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
+        return Step(((x, norm_of(constant)),), "matmul", offset=0.0)
     with torch.no_grad(), full_precision():
         norms = spectral_norm(
             constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
         )
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
     top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
-    return Step(((x, top),), "matmul", offset=0.0, map=Own())
+    return Step(((x, top),), "matmul", offset=0.0)

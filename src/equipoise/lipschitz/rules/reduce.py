@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Join, Largest, Map, Own, Sorted
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
@@ -207,7 +207,7 @@ for _d in (1, 2, 3):
     for _name in _UPSAMPLERS:
         if f"{_d}d" in _name:
             rule(f"aten.{_name}.vec", f"aten.{_name}.default")(
-                functools.partial(_resampling, d=_d, label="resampling", map=Own())
+                functools.partial(_resampling, d=_d, label="resampling", map=Opaque())
             )
 
 
