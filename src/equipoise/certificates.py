@@ -94,8 +94,8 @@ def write(
             network: Any = checker.Network(document, weights)
             _require_same_function(model, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+            files = {"weights.safetensors": _to_safetensors(weights)}
             if y is None:
-                files = {"weights.safetensors": _to_safetensors(weights)}
                 _save(folder, {**document, "claims": claims}, files)
                 return claims
             proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
@@ -121,10 +121,7 @@ def write(
             claims["local"] = claim("local")
     best = tensors.get("local", tensors["radii"])
     claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
-    files = {
-        "weights.safetensors": _to_safetensors(weights),
-        "inputs.safetensors": _to_safetensors(tensors),
-    }
+    files["inputs.safetensors"] = _to_safetensors(tensors)
     _save(folder, {**document, "claims": claims}, files)
     return claims
 

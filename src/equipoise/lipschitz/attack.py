@@ -5,8 +5,6 @@ differentiation returns a slope that the function may have nowhere, so a Jacobia
 values at both inputs, evaluated in float64 with a bound of their rounding, which is subtracted.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

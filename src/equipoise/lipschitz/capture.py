@@ -6,8 +6,6 @@ functional forms (`ExportedProgram.run_decompositions`). Data-dependent control 
 are changes of parameters and buffers, training mode, and reduced precision.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -13,8 +13,6 @@ Constants that only the written-out operations compute are kept in float64 as we
 itself and not for a rounded way to compute it. Numbers of Python are read in the dtype in which PyTorch computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

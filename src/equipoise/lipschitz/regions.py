@@ -16,8 +16,6 @@ method and the map:
   names the bound as declared by that class.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

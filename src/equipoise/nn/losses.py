@@ -13,8 +13,6 @@ lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1
 distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -420,7 +418,7 @@ def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
 def _lengths(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
     largest = x.detach().abs().amax(-1, keepdim=True)
-    unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    unit = x / torch.where(largest > 0, largest, 1.0)
     return largest[..., 0] * safe_root(unit.square().sum(-1))
 
 

@@ -4,8 +4,6 @@ A `Parametrization` maps a raw tensor to a weight such that the layer with that 
 `register` puts it on an existing layer; subclasses of `Parametrized` are layers that register their own when they are built.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

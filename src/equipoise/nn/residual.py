@@ -9,8 +9,6 @@ of act: for slopes in [0, 1] and ‖U‖ ≤ 1 its eigenvalues lie in [1 − 2�
 References: Meunier et al. 2022 (CPL); Araujo et al. 2023, theorem 1 (SLL); Delattre et al. 2024 (SLL with spectral rescaling).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -122,7 +120,7 @@ class Residual(ComputedLayer):
         if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, R * offset if len(offset) else offset, empty
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
-        return inner, offset, torch.where(R > 0, R, torch.ones_like(R)).clamp(2.0**-60, 2.0**60)
+        return inner, offset, torch.where(R > 0, R, 1.0).clamp(2.0**-60, 2.0**60)
 
     def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The block on `x`."""

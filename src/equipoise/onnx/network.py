@@ -238,15 +238,9 @@ class OnnxNetwork(nn.Module):
         return inputs
 
 
-def read_onnx(data: bytes, name: str = "the file", folder: Path | None = None) -> OnnxNetwork:
-    """The network in the bytes of an ONNX file.
-
-    Args:
-        data: the file's content.
-        name: what error messages call it.
-        folder: where weights that are stored in files of their own are looked for.
-    """
-    return OnnxNetwork(parse(data, name, folder), data)
+def read_onnx(data: bytes) -> OnnxNetwork:
+    """The network in the bytes of an ONNX file; one with weights in other files is for `load_onnx`."""
+    return OnnxNetwork(parse(data, "the file"), data)
 
 
 def load_onnx(path: str | Path) -> OnnxNetwork:

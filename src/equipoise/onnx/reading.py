@@ -4,8 +4,6 @@ Only the protocol buffer itself and the files of weights that lie beside it are 
 operator domains and number formats that round (float16, bfloat16, quantized) are refused by name.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Mapping

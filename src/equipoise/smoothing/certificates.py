@@ -1,7 +1,5 @@
 """What a certification returns, for a batch of inputs, and Cohen's published logs (idx, label, predict, radius, …)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks whose constant follows from their construction, 1 or the argument `constant`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal

@@ -12,8 +12,6 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss (BRO).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

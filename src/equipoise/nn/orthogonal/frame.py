@@ -5,8 +5,6 @@ zeros around the image. After it: the pixels that `nn.Conv2d` would return. Both
 do not enlarge distances. A transposed layer is the adjoint of such a thing: the steps in reverse, each transposed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar, Self
 

@@ -9,8 +9,6 @@ Rounding. An upper bound of the norm of what was computed, from `W*W − μI` in
 divided by it (`contracted`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -92,7 +92,7 @@ def skew(M: Tensor) -> Tensor:
     of so large a kernel counts.
     """
     c = M.detach().abs().flatten().amax(0)
-    M = M * torch.where(c > 2.0**60, 2.0**60 / c, torch.ones_like(c))
+    M = M * torch.where(c > 2.0**60, 2.0**60 / c, 1.0)
     return M - M.transpose(1, 2).flip(3, 4)
 
 
