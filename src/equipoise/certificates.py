@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused, evaluating
 from equipoise.core.files import atomic_write, make_folder
-from equipoise.core.modules import evaluating
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.nn.convert import with_effective_weights

@@ -49,9 +49,8 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints.operations import check_arguments_of, find_operation
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
+from equipoise.core import EquipoiseError, InputError, Refused, flat_tensors, one_line, unlogged
 from equipoise.core.files import digest_bytes, parse_json, read_bounded
-from equipoise.core.modules import flat_tensors
 
 #: an archive longer than this is not read
 LARGEST_ARCHIVE = 2**37

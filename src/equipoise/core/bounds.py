@@ -12,6 +12,8 @@ from torch import Tensor
 from equipoise.core.errors import InputError, Refused
 
 Number = float | Tensor
+#: of a tensor, or spatial size of an image
+Shape = tuple[int, ...]
 
 
 class Kind(enum.StrEnum):

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_module
-from equipoise.core.errors import one_line
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import inflate
+from equipoise.core import flat_tensors, inflate, one_line, require_module
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]

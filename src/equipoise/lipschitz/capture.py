@@ -21,8 +21,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core.errors import InputError, Refused, one_line, unlogged
-from equipoise.core.modules import flat_tensors
+from equipoise.core import InputError, Refused, flat_tensors, one_line, unlogged
 from equipoise.lipschitz.decompose import decompose, is_mutable
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where

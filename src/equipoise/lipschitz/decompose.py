@@ -25,7 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.errors import Refused, one_line
+from equipoise.core import (
+    Refused,
+    Shape,
+    one_line,
+)
 from equipoise.lipschitz.rules.registry import rule_of
 from equipoise.lipschitz.values import aten_name, where
 
@@ -238,7 +242,7 @@ def _operands(node: Any, depth: int = 6) -> set[Any]:
     return nodes
 
 
-def _polynomial(node: Any, *variables: fx.Node) -> dict[tuple[int, ...], float]:
+def _polynomial(node: Any, *variables: fx.Node) -> dict[Shape, float]:
     """Coefficients by powers of the variables; empty where the node is no polynomial of them."""
     import sympy  # type: ignore[import-untyped]
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, Shape
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.induced import gain_of
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up

@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise.core.accuracy import certified_at
-from equipoise.core.checks import require_number, require_one_of, require_positive
-from equipoise.core.errors import InputError
-from equipoise.core.precision import safe_root
+from equipoise.core import (
+    InputError,
+    certified_at,
+    require_number,
+    require_one_of,
+    require_positive,
+    safe_root,
+)
 from equipoise.smoothing.margins import margin_radius
 
 Reduction = Literal["mean", "sum", "none"]

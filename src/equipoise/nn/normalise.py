@@ -5,10 +5,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import POSITIVE, require_counts, require_number
-from equipoise.core.errors import InputError
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate, unit_roundoff
+from equipoise.core import (
+    POSITIVE,
+    InputError,
+    by_construction,
+    inflate,
+    require_counts,
+    require_number,
+    unit_roundoff,
+)
 from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Parametrization, Parametrized
 

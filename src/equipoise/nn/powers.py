@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import Refused, full_precision
 
 Reach = tuple[int, ...]
 #: T, its exponent, the table A, and what went into every step

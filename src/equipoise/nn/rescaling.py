@@ -21,8 +21,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_number, require_one_of
-from equipoise.core.precision import unit_roundoff
+from equipoise.core import (
+    Shape,
+    require_number,
+    require_one_of,
+    unit_roundoff,
+)
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
 from equipoise.nn.powers import largest_exponent, powers, refuse_large, totals
@@ -154,7 +158,7 @@ class _Rescaled(torch.autograd.Function):
         return g_K, (along * inside).to(log_q.dtype), None
 
 
-def _across(K: Tensor) -> tuple[int, ...]:
+def _across(K: Tensor) -> Shape:
     """The shape of R (g, n) beside kernels `(g, m, n, …)`."""
     return (K.shape[0], 1, -1, *[1] * (K.dim() - 3))
 

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import Refused
-from equipoise.core.precision import inflate
+from equipoise.core import (
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    inflate,
+    require_one_of,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, plain_geometry
@@ -150,7 +154,7 @@ class Residual(ComputedLayer):
             padding = 0
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input.
 
         Args:
@@ -205,7 +209,7 @@ def _require_same_size(kernel: Geometry) -> None:
         )
 
 
-def upper_near_one(plain: nn.Module, input_size: tuple[int, ...] | None) -> float:
+def upper_near_one(plain: nn.Module, input_size: Shape | None) -> float:
     """Upper bound of the norm, refined until it is at most 1, or within 1e-6 of the norm.
 
     Args:

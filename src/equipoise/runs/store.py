@@ -23,9 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from equipoise.attacks import Norm
-from equipoise.core import files
-from equipoise.core.bounds import format_up
-from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
+from equipoise.core import InputError, Refused, did_you_mean, files, format_up, one_line
 from equipoise.core.files import (
     Count,
     Document,

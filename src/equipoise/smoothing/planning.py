@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import betaincinv, ndtr, ndtri
 
 from equipoise.core import InputError
@@ -31,7 +30,14 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, log_e_value
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
+from equipoise.smoothing.procedures import (
+    Build,
+    Mask,
+    Option,
+    Partition,
+    Procedure,
+    one_against_rest,
+)
 from equipoise.smoothing.radii import radius_mono, radius_multi
 from equipoise.smoothing.ramp import Floats
 
@@ -53,12 +59,12 @@ class Plan:
     """
 
     partition: Partition
-    direct: NDArray[np.bool_]
+    direct: Mask
     top: Floats
     rival: Floats
     hoped: Floats
     shift: Floats
-    joint: NDArray[np.bool_]
+    joint: Mask
 
 
 def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alpha: float) -> Plan:
@@ -172,9 +178,7 @@ def _plan(
     return Plan(partition, direct, top, rival, ratings[best, rows], shift, joint)
 
 
-def stored_plan(
-    row: Procedure, partition: Partition, direct: NDArray[np.bool_], shift: Floats
-) -> Plan:
+def stored_plan(row: Procedure, partition: Partition, direct: Mask, shift: Floats) -> Plan:
     """The plan of soft votes that were sampled before: their buckets are fixed, the shares are those of the row.
 
     Args:

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.precision import float64, frobenius, full_precision, inflate
+from equipoise.core import (
+    Bracket,
+    Shape,
+    float64,
+    frobenius,
+    full_precision,
+    inflate,
+)
 from equipoise.lipschitz.operations import Map, Opaque, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.products import (
     branch_matmul,
@@ -87,7 +93,7 @@ def convolution(call: Call) -> Step:
     return _conv_step(call, form, 1 - call.constant("weight").dim(), "convolution")
 
 
-def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_maps.Convolution:
+def _zero_padded(call: Call, shape: Shape | None = None) -> linear_maps.Convolution:
     """The convolution with the weight and settings of a call, on inputs of this shape."""
     weight = call.constant("weight").detach()
     dims = weight.dim() - 2
@@ -223,7 +229,7 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     )
 
 
-def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
+def _columns(c: Tensor, shape: Shape, out: Shape) -> float:
     """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
     repeated = [
         d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, require_one_of
 from equipoise.nn import rescaling as rescalings
 from equipoise.nn.activations import MaxMin
 from equipoise.nn.activations import activation as activation_named

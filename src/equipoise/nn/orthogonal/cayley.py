@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.orthogonal.frame import Size
 from equipoise.nn.orthogonal.frequency import (

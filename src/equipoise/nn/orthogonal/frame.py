@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import (
     Computed,

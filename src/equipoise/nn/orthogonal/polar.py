@@ -46,8 +46,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equipoise.core.checks import require_counts
-from equipoise.core.precision import unit_roundoff
+from equipoise.core import (
+    Shape,
+    require_counts,
+    unit_roundoff,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 
@@ -234,7 +237,7 @@ def project_to_contraction(W: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return value + (like - like.detach())
 
 
-def _apart(geometry: Geometry) -> tuple[int, ...]:
+def _apart(geometry: Geometry) -> Shape:
     """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
 
     `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line; on a circle that s does not divide patches

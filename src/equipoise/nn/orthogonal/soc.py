@@ -24,10 +24,15 @@ from scipy.special import jv
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import POSITIVE, require_number
-from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import (
+    POSITIVE,
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    full_precision,
+    require_number,
+)
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
 from equipoise.nn.orthogonal.polar import last_step, or_one
@@ -197,7 +202,7 @@ class SOCConv2d(FramedConv2d):
         y = series(A, self.coefficients, frame, image)
         return channels(y, frame.groups, A.shape[1], frame.out)
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max|p(iθ)|` over the proved norm of A, which must be skew.
 
         Args:
