@@ -47,6 +47,6 @@ def proved_substitutions(
     # row numbers that the table does not have are refused before they are looked up
     substitutions_within(torch.zeros(len(tokens)), tokens, table)
     radii = certified_radius(
-        nn.Sequential(*parts[1:]), table[tokens.long()], labels, norm="l2", **options
+        nn.Sequential(*parts[1:]), table[tokens.long()], labels, **options
     )
     return substitutions_within(radii.radius, tokens, table), radii

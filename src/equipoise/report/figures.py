@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core import Floats
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
 from equipoise.report.collect import Attacks, Series
-from equipoise.smoothing.ramp import Floats
 
 Figure = dict[str, Any]
 

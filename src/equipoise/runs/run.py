@@ -23,7 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core import (
+    Floats,
     InputError,
+    Ints,
+    Mask,
     Refused,
     as_upper,
     average_certified_radius,
@@ -50,13 +53,10 @@ from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
 from equipoise.smoothing.procedures import (
-    Ints,
-    Mask,
     Partition,
     Procedure,
     find_procedure,
 )
-from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
 
 STATUSES = ("wrong", "right, not certified", "certified", "abstained", "failed")
@@ -504,12 +504,12 @@ class Run:
         ):
             own = ("rival", "method") if self.kind == "proved" else ("draws",)
             record = row.model_dump(include={"id", "position", "label"})
-            record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
+            record |= {"answer": int(answer), "status": status, "radius": format_down(radius)}
             record |= {name: getattr(row, name) for name in own}
             if self.settings.epsilon is not None:
                 record["verdict"] = self.verdict(row)
             if self.settings.deployed:
-                record["deployed"] = format_down(row.deployed or 0.0, 6)
+                record["deployed"] = format_down(row.deployed or 0.0)
             records.append(record | {"failure": row.failure or ""})
         return records
 

@@ -15,7 +15,9 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import (
+    Floats,
     InputError,
+    Ints,
     Refused,
     as_upper,
     describe,
@@ -42,8 +44,10 @@ from equipoise.smoothing.noise import (
     power_of_two,
 )
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
-from equipoise.smoothing.ramp import Floats
+from equipoise.smoothing.procedures import (
+    DEFAULT,
+    find_procedure,
+)
 from equipoise.smoothing.simplex import SimplexMap, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]

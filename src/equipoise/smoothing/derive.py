@@ -14,7 +14,9 @@ from scipy.special import ndtr
 
 from equipoise.core import (
     POSITIVE,
+    Floats,
     InputError,
+    Mask,
     Shape,
     require_number,
     require_one_of,
@@ -36,13 +38,11 @@ from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_scores
 from equipoise.smoothing.procedures import (
     DEFAULT,
-    Mask,
     Partition,
     Procedure,
     find_procedure,
     one_against_rest,
 )
-from equipoise.smoothing.ramp import Floats
 
 _ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws", "direct")
 

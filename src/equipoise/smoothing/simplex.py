@@ -13,11 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import POSITIVE, InputError, as_upper, describe, require_number, require_one_of
+from equipoise.core import (
+    POSITIVE,
+    Floats,
+    InputError,
+    as_upper,
+    describe,
+    require_number,
+    require_one_of,
+)
 from equipoise.smoothing.bounds import Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, find_procedure
-from equipoise.smoothing.ramp import Floats
 
 MapName = Literal["softmax", "sparsemax", "hardmax"]
 _UP = 1 + 2.0**-49  # a handful of rounded operations

@@ -5,14 +5,21 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import Refused, require_type
+from equipoise.core import (
+    Ints,
+    Refused,
+    require_type,
+)
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined
 from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.noise import Stream
 from equipoise.smoothing.planning import TargetTest
-from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
+from equipoise.smoothing.procedures import (
+    DEFAULT,
+    find_procedure,
+)
 from equipoise.smoothing.radii import radius_multi
 
 Verdict = Literal["certified", "hopeless", "undecided"]

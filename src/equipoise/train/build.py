@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core import InputError, one_line
+from equipoise.core import (
+    InputError,
+    one_line,
+    optional,
+)
 from equipoise.core.files import resolve
 from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead
@@ -221,12 +225,7 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
         if name in accepted
     }
     if optimizer.two_steps:
-        try:
-            from pytorch_optimizer import SAM
-        except ImportError as error:
-            raise InputError(
-                f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'"
-            ) from error
+        SAM = optional("pytorch_optimizer", "train").SAM
         return SAM(groups, kind, optimizer.rho, optimizer.kind == "asam", **options)
     built: torch.optim.Optimizer = kind(groups, **options)
     return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
