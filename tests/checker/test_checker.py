@@ -236,7 +236,7 @@ def test_radii_of_half_precision_are_compared_and_inverted_in_float64(tmp_path):
 
 
 STRANGE = {
-    "dilation": (layer("one", 1.01)[:2] + ({"upper": 1.01, "dilation": [2]},), {}),
+    "dilation": ((*layer("one", 1.01)[:2], {"upper": 1.01, "dilation": [2]}), {}),
     "weight": (("relu", {"mask": "zero"}, {}), {}),
     "norm": (("relu", {}, {}), {"norm": "linf"}),
     "text": (("sort", {}, {"dim": 1, "descending": "false"}), {}),
@@ -249,7 +249,7 @@ def test_words_that_the_checker_does_not_read_are_rejected(tmp_path, kind):
     inputs = {"x": [[0.0, 1.0]], "labels": [1], "radii": [0.2]}
     claims = {"radii": {"radii": "radii", "divisor": 1, "certified": {"0.2": 1}, **rest}}
     write_bundle(tmp_path, chain(node), {"one": np.eye(2), "zero": np.zeros(2)}, claims, inputs)
-    with pytest.raises(eq.Refused, match="not in the format|number from"):
+    with pytest.raises(eq.Refused, match=r"not in the format|number from"):
         certificates.check(tmp_path)
 
 

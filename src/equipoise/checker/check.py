@@ -49,10 +49,9 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 FLAT = np.zeros(0, int)
 
 #: the words of a document, of a node, and of a claim of radii
-DOCUMENT = set("version input_shape nodes claims digests".split())
-NODE = set("name op inputs weights upper stride padding groups shape count".split())
-NODE.update("weight bias value index".split())
-RADII = set("radii divisor certified lowered".split())
+DOCUMENT = "version input_shape nodes claims digests"
+NODE = ["name op inputs weights upper stride padding groups shape count weight bias value index"]
+RADII = "radii divisor certified lowered"
 
 
 class Rejected(Exception):
@@ -67,7 +66,7 @@ def require(condition, reason):
 
 def known(entry, words):
     """Reject words that are not read here: to another reader they may mean another claim."""
-    require(set(entry) <= words, "a word that is not in the format")
+    require(set(entry) <= set(words.split()), "a word that is not in the format")
 
 
 # --- reading a bundle --------------------------------------------------------------------------------------------------
@@ -397,7 +396,7 @@ class Network:
         values = {"input": Value(x, gamma(2) * norm(x) + self.underflow, 1.0)}
         for node in self.nodes:
             name = node["name"]
-            known({*node, *node["weights"]}, NODE)
+            known({*node, *node["weights"]}, " ".join(NODE))
             require(name not in values, f"two values are named {name!r:.100}")
             inputs = [values[source] for source in node["inputs"]]
             try:

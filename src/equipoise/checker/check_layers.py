@@ -176,7 +176,7 @@ def householder(network, node, x):
     return Step(y.reshape(x.shape), 1.0, 32, norm(x), 1.0)
 
 
-NODE.update("size h kernel widths dim descending negative_slope min max beta threshold".split())
+NODE.append("size h kernel widths dim descending negative_slope min max beta threshold")
 
 OPERATIONS |= {
     "circular": circular,

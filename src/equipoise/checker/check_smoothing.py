@@ -166,8 +166,8 @@ def check_joint(claim, row):
 
 
 #: the words of a claim, and of a row
-CLAIM = set("sigma alpha n rows".split())
-ROW = set("input k rival procedure radius share p q gap weight cells".split())
+CLAIM = "sigma alpha n rows"
+ROW = "input k rival procedure radius share p q gap weight cells"
 
 PROCEDURES = {"bounds": check_bounds, "joint": check_joint}
 
