@@ -313,20 +313,24 @@ def lanczos(
     """
     n = start.numel()
     breakdown = 8 * torch.finfo(start.dtype).eps
-    Q = start.new_zeros(min(steps, n), n)
+    Q = start.new_empty(min(steps, n), n)
     T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
     largest: list[float] = []
+    size = 0.0
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
     for j in range(len(Q)):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        T[j, j] = torch.vdot(q, w).real
-        for _ in range(2):  # rounding brings back what the first pass takes out
+        T[j, j] = alpha = float(torch.vdot(q, w).real)
+        size = max(size, abs(alpha))
+        for _ in range(2):  # where little is left, rounding brings back what the first pass takes out
             w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        beta = torch.linalg.vector_norm(w)
-        last = j + 1 == len(Q) or float(beta) <= breakdown * float(T.diagonal().abs().amax())
+            beta = float(torch.linalg.vector_norm(w))
+            if beta > size / 16:
+                break
+        last = j + 1 == len(Q) or beta <= breakdown * size
         if last or (converged and (j + 1) % every == 0):
             values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
             largest.append(float(values[-1]))
