@@ -106,21 +106,20 @@ class Search:
         self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
         self.dtype = torch.float32
-        self.steps = 12 if tol > 1e-4 else 48
+        self.steps = 6 if tol > 5e-3 else 12 if tol > 1e-4 else 48
 
     def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
         """Maximum over the points of a grid."""
         cells = grid_cells(self.symbol, sizes)
-        groups = self.symbol.kernel.shape[0]
-        self._scout(cells.take(cells.index[:: 1 + len(cells) // (SCOUTS * groups)]))
+        stride = 1 + len(cells) // (SCOUTS * self.symbol.kernel.shape[0])
+        self._scout(cells.take(cells.index[::stride]))
         self._choose_dtype()
         step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
-        for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
+        before = 0.0
+        # uphill on the grid: a good first target saves proving everything twice
+        while stride > 1 and self.best > before * (1 + self.tol / 4):
             before = self.best
-            if len(cells) > 12:
-                self._probe(_split(self._here(step), halved=False))
-            if self.best <= before * (1 + self.tol / 4):
-                break
+            self._probe(_split(self._here(step), halved=False))
         return self._finish(cells)
 
     def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
@@ -205,7 +204,7 @@ class Search:
     def _scout(self, cells: Cells) -> None:
         """Raise the best value at the cells that a few steps find largest."""
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        values = torch.cat([self._values(x, 8) for x in chunks])
+        values = torch.cat([self._values(x, min(8, self.steps)) for x in chunks])
         self._probe(cells.take(values.topk(min(4, len(cells))).indices))
 
     def _here(self, half: tuple[float, ...]) -> Cells:
