@@ -63,7 +63,6 @@ def attack(
       equipoise attack runs/a --epsilon 0.25,0.5 --steps 50
     """
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_down
     from equipoise.runs import attack_run
 
     levels = options.epsilons(epsilon) or []
@@ -91,7 +90,7 @@ def attack(
         if summary.accuracy:
             rows = [
                 {
-                    "radius ε": format_down(row["epsilon"], 4),
+                    "radius ε": str(row["epsilon"]),
                     "certified": f"{percent(row['certified'])} %",
                     f"attacked, {summary.kind}": f"{100 * row['attacked']:.2f} %",
                 }

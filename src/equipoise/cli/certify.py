@@ -323,7 +323,6 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         json: whether to print a document instead.
     """
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_down
 
     summary = run.summary(levels, results=results)
     if json:
@@ -336,9 +335,9 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         }
         if summary.deployed:
             shares["deployed"] = summary.deployed
-        # what is certified at ε is certified below it: ε is never shown larger than it is
+        # in full: rounded down, 0.3 would read 0.2999
         rows = [
-            {"radius ε": format_down(level, 4)}
+            {"radius ε": str(level)}
             | {name: f"{percent(share[level])} %" for name, share in shares.items()}
             for level in summary.accuracy
         ]

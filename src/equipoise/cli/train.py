@@ -108,7 +108,7 @@ def train(
                 for name, text in _figures(outcome.after).items()
             ]
             print_table(f"{source} → {folder}", rows)
-            left = ", ".join(row.name for row in outcome.conversion.left)
+            left = ", ".join(f"{row.name} ({row.was})" for row in outcome.conversion.left)
             tell(f"not converted: {left or 'nothing'}", f"Next: equipoise audit {folder}/model.pt2")
         return
     if recipe is None:
