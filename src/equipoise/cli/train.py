@@ -87,6 +87,8 @@ def train(
     if listed:
         return _list(json)
     if source is not None:
+        if recipe is None and data is None:
+            refuse("which data? --from takes --data, or a recipe")
         name = f"{Path(source).resolve().name}-{method}"
         folder = run_dir or Path("runs") / name.replace(":", "-")
         task: dict[str, Any] = {
