@@ -197,8 +197,7 @@ class Summary:
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
         if figures["verdicts"]:
-            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
-            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
+            lines.append(f"within {self.run.settings.epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -437,7 +436,7 @@ class Run:
         if self.settings.target_radius is not None:
             return [self.settings.target_radius]
         if self.kind == "sampled":
-            return [k * results.sigma / 2 for k in range(7)]
+            return [round(k * results.sigma / 2, 12) for k in range(7)]
         return list(round_levels(float(np.quantile(results.radius, 0.98))))
 
     def verdict(self, row: Row) -> str:

@@ -310,7 +310,9 @@ def portable(model: Any, source: str | None = None) -> Portable:
         _require_inference(model)
         value = program_input(model)
         if value is None or value.ndim < 2:
-            raise InputError("the exported program must take one tensor with a batch dimension")
+            raise InputError(
+                "the exported program must take one tensor with a batch dimension: hold other inputs as buffers"
+            )
         size = value.shape[0]
         buffer = io.BytesIO()
         torch.export.save(model, buffer)

@@ -15,6 +15,7 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import (
+    POSITIVE,
     Floats,
     InputError,
     Ints,
@@ -501,6 +502,7 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     >>> predict_counts([[60, 40, 0], [95, 3, 2]], 0.001).tolist()
     [-1, 0]
     """
+    require_number(alpha, "alpha", least=POSITIVE, most=1)
     array = np.asarray(counts, dtype=np.float64)
     ordered = np.sort(array, axis=-1)
     most = ordered[..., -1]

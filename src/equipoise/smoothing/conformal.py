@@ -110,7 +110,7 @@ class RobustConformal:
         risk = max(math.nextafter(alpha - variation, 0.0), 0.0)
         z = math.nextafter(shift - float(quantile(risk)[0]), math.inf)
         tail = float(ndtr(-z)) * (1 - _EPS * (1 + z * z)) - variation if math.isfinite(z) else 0.0
-        above = math.floor(max(tail, 0.0) * (len(self.scores) + 1))  # n + 1 − k
+        above = math.floor(max(0.0, tail) * (len(self.scores) + 1))  # n + 1 − k
         return float(self.scores[-above]) if above else math.inf
 
     def predict(self, x: Tensor, radius: float, alpha: float = 0.1) -> Mask:

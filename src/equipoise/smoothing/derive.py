@@ -363,7 +363,7 @@ def _reshaped(whole: Certificates, shape: Shape) -> Certificates:
 def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} must hold numbers, in rows of equal length") from error
     if array.ndim < len(axes) or array.shape[-1] < 2:
         raise InputError(
@@ -373,10 +373,11 @@ def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
 
 
 def _counts(values: ArrayLike, name: str) -> Floats:
-    """Counts that a float64 holds exactly."""
+    """Counts that a float64 holds exactly, and their sums."""
     array = _numbers(values, name, "classes")
-    if not np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array))):
-        raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
+    whole = np.all((array >= 0) & (array == np.floor(array)))
+    if not whole or not np.all(array.sum(axis=-1) < 2.0**53):
+        raise InputError(f"{name} must hold non-negative whole numbers, fewer than 2^53 together")
     return array
 
 

@@ -321,7 +321,8 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
             -miss * np.log1p(-p),
         )
     total = np.zeros(np.broadcast(a, t, p).shape)
-    size = np.zeros_like(total)
+    # a logarithm of the beta function is a difference of some of the gamma function
+    size = t * np.log1p(t)
     for term in terms:
         total = total + term
         size = size + np.where(np.isfinite(term), np.abs(term), 0.0)

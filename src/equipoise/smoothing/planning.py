@@ -300,8 +300,6 @@ def target_probability(epsilon: float, sigma: float) -> float:
     >>> round(target_probability(0.25, 0.25), 6)
     0.841345
     """
-    if not (np.isfinite(epsilon) and epsilon >= 0):
-        raise InputError(f"the target radius must be a non-negative number, got {epsilon}")
     p0 = float(ndtr(epsilon / sigma))
     for k in range(50):
         if p0 < 1 and float(radius_mono(p0, sigma)) >= epsilon:
