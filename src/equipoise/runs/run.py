@@ -50,7 +50,7 @@ from equipoise.runs.store import (
 )
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
-from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
+from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
 from equipoise.smoothing.procedures import (
     Partition,
@@ -207,10 +207,10 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _votes(settings: Settings, rows: list[Row]) -> Votes | Stopped:
+def _votes(settings: Settings, rows: list[Row]) -> Votes:
     names = ("selection", "estimation", "draws")
-    votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
-    return Stopped(votes, settings.target_radius) if settings.target_radius else votes
+    counts = [np.array([getattr(r, name) for r in rows], np.float64) for name in names]
+    return Votes(*counts, target=settings.target_radius)
 
 
 def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
@@ -347,7 +347,7 @@ class Run:
             members = [rows[i] for i in places]
             if manifest.scored and row.soft:
                 network = manifest.stretched(constant)
-                sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+                sample: Scores | Votes = _scores(manifest, members, row, network)
             else:
                 sample = _votes(settings, members)
             parts = [(places, derive(sample, row, noise.setting(alpha, "")))]

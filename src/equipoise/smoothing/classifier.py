@@ -34,7 +34,6 @@ from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.noise import (
     Levels,
-    Noise,
     NoiseName,
     NoiseSpec,
     Sigma,
@@ -116,7 +115,8 @@ class SmoothedClassifier:
         require_eval(self.model)
         require_number(n, "the number of draws", least=1, whole=True)
         law = self._law(x)
-        buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        buffer = torch.empty((self.chunk_size, *x.shape), dtype=dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
             # not around the yield: the mode would leak into the caller
@@ -417,11 +417,10 @@ class SmoothedClassifier:
         if self.noise == "grid":
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
-    def _law(self, x: Tensor) -> Noise:
+    def _law(self, x: Tensor) -> NoiseSpec:
         spec = self.noise_spec(require_tensor(x, "the input")[None])
         self.levels.require_channels(x.shape)
-        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return Noise(self.levels, spec.grids, exact)
+        return spec
 
     def round_constant(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""

@@ -55,7 +55,7 @@ class Plan:
         direct: where margins are bounded directly.
         top: share of α for the class.
         rival: share of α for each rival.
-        hoped: the expected radius.
+        expected: the expected radius.
         shift: mean bucket scores, to center moments with.
         joint: where votes of class and rival are tested together.
     """
@@ -64,7 +64,7 @@ class Plan:
     direct: Mask
     top: Floats
     rival: Floats
-    hoped: Floats
+    expected: Floats
     shift: Floats
     joint: Mask
 

@@ -235,10 +235,10 @@ def choose_map(
         )
     candidates = list(map_grid() if grid is None else grid)
     noise = Gaussian(sigma)
-    hoped = np.stack(
-        [plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates]
+    expected = np.stack(
+        [plan_map(m, logits, procedure, n, noise, alpha, lipschitz).expected for m in candidates]
     )
     if per_input:
-        return [candidates[k] for k in hoped.argmax(axis=0)]
-    finite = np.clip(hoped, 0, 1e6 * sigma)
+        return [candidates[k] for k in expected.argmax(axis=0)]
+    finite = np.clip(expected, 0, 1e6 * sigma)
     return [candidates[int(finite.mean(axis=1).argmax())]] * len(logits)

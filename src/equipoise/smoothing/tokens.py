@@ -139,7 +139,6 @@ class _Ablated(SmoothedClassifier):
 
     kept: int
     hidden: float
-    dtype = torch.bool  # of the buffer
 
     def _law(self, x: Tensor) -> Any:
         return self
