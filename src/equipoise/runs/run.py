@@ -209,8 +209,8 @@ def _listed(counts: dict[str, int]) -> str:
 
 def _votes(settings: Settings, rows: list[Row]) -> Votes:
     names = ("selection", "estimation", "draws")
-    counts = [np.array([getattr(r, name) for r in rows], np.float64) for name in names]
-    return Votes(*counts, target=settings.target_radius)
+    first, second, draws = (np.array([getattr(r, n) for r in rows], np.float64) for n in names)
+    return Votes(first, second, draws, settings.target_radius)
 
 
 def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
