@@ -26,6 +26,8 @@ from equipoise.norms.cholesky import is_below, random_start
 
 #: most directions that are followed: more of them let the rest grow for longer, and cost more in every step
 DIRECTIONS = 8
+#: the rest is proved that much above its estimated square, and only where that is less than this share of the largest
+MARGIN, USEFUL = 1.1, 0.9
 
 
 def first_directions(A: Tensor) -> Tensor:
@@ -44,36 +46,45 @@ def _orthonormal(Q: Tensor) -> Tensor:
     return torch.linalg.qr(Q.mT)[0].mT.contiguous()
 
 
-def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """Inequality (1): `(Q, T, ρ)` with improved directions Q; None where no few directions are larger than the others.
+def improved(G: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+    """`(Q, values)`: directions after some steps of subspace iteration, with their Ritz values, the smallest first.
 
     Args:
         G: Gram matrix of S in float32 on the CPU.
-        error: norm of what G may be off by.
         Q: directions to start from, as rows `(k, n)`.
     """
-    if len(G) < 4 * DIRECTIONS or not math.isfinite(error):
-        return None
     Q = Q.to(G)
     for _ in range(4):
         Q = _orthonormal(Q @ G)
     values, X = torch.linalg.eigh(((Q @ G) @ Q.mT).double())
+    return X.mT.to(Q) @ Q, values
+
+
+def prove_rest(
+    G: Tensor, error: float, Q: Tensor, values: Tensor
+) -> tuple[Tensor, float] | None:
+    """Inequality (1): `(T, ρ)`; None where no few directions are larger than the others.
+
+    Args:
+        G: Gram matrix of S in float32 on the CPU.
+        error: norm of what G may be off by.
+        Q: improved directions, as rows `(k, n)`.
+        values: their Ritz values.
+    """
     top = float(values[-1])
-    Q = X.mT.to(Q) @ Q
-    # the last direction tells the size of the rest, from below; less than a quarter of the norm would gain nothing
-    for margin in (1.05, 1.3):
-        rho = max(margin * float(values[0]), top / 16)
-        if not 0 < rho < 0.95 * top:
-            return None
-        T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
-        H = torch.addmm(G, T.mT, T, alpha=-1)
-        size = float(torch.linalg.matrix_norm(T.double())) ** 2
-        # every entry is a sum of products that is subtracted from one of G
-        rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
-            float(torch.linalg.matrix_norm(G.double())) + size
-        )
-        if is_below(H, rho, inflate(error + inflate(2 * rounding))):
-            return Q, T.double(), math.sqrt(inflate(rho))
+    # the last direction tells the size of the rest, from below
+    rho = max(MARGIN * float(values[0]), top / 16)
+    if len(G) < 4 * DIRECTIONS or not 0 < rho < USEFUL * top:
+        return None
+    T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
+    H = torch.addmm(G, T.mT, T, alpha=-1)
+    size = float(torch.linalg.matrix_norm(T.double())) ** 2
+    # every entry is a sum of products that is subtracted from one of G
+    rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
+        float(torch.linalg.matrix_norm(G.double())) + size
+    )
+    if is_below(H, rho, inflate(error + inflate(2 * rounding))):
+        return T.double(), math.sqrt(inflate(rho))
     return None
 
 

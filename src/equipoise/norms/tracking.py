@@ -36,9 +36,9 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import circular_lattice, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import cholesky_bracket, perturb, syrk, syrk_error
+from equipoise.norms.cholesky import bracket_of_gram, cholesky_bracket, syrk, syrk_error
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.deflation import deflated_bracket, first_directions, prove_rest
+from equipoise.norms.deflation import deflated_bracket, first_directions, improved, prove_rest
 from equipoise.norms.gram import small_side
 from equipoise.norms.symbol import symbol_energy
 
@@ -64,6 +64,8 @@ class TrackedNorm:
         self.proof: Proof | None = None
         self.kappa = 1.0
         self.used: Counter[str] = Counter()
+        #: whether the last weight was proved directly, and the carried proof before was of no use
+        self.direct = self.renewed = False
         #: of the last weight: both ends, and a bound of its Frobenius norm
         self.last = (0.0, math.inf, math.inf)
 
@@ -99,7 +101,9 @@ class TrackedNorm:
             if upper > enough:
                 low, high = self._followed(A, size, change, enough)
                 lower, upper = max(lower, low), min(upper, high)
-        if upper > enough and upper > (1 + rtol) * lower and (renew or not carried):
+        self.direct = upper > enough and upper > (1 + rtol) * lower and (renew or not carried)
+        self.renewed = self.direct and carried
+        if self.direct:
             self._require_finite(A, what)
             self.used["direct"] += 1
             _, lower, upper, size, _, _ = self._renew(A, enough, rtol)
@@ -114,6 +118,7 @@ class TrackedNorm:
             factor: a number of single precision.
         """
         W.mul_(factor)
+        self.direct = self.renewed = False
         self.kappa = _single(self.kappa * factor)
         lower, upper, size = (inflate(factor * x) for x in self.last)
         u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
@@ -252,6 +257,8 @@ class TrackedMatrix(TrackedNorm):
     def _followed(
         self, A: Tensor, size: float, change: Change, enough: float
     ) -> tuple[float, float]:
+        if not len(self.T):
+            return 0.0, math.inf
         T, rest = self.kappa * self.T, inflate(self.kappa * self.rest)
         lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough)
         return lower, upper
@@ -260,20 +267,26 @@ class TrackedMatrix(TrackedNorm):
         if self.Q.shape[1] != A.shape[1] or self.Q.dtype != A.dtype:
             self.Q = first_directions(A)
         self.start = self.Q
+        self.T = self.Q[:0].double()
         cpu = A.cpu()
         G = syrk(cpu, torch.float32)
-        proved = prove_rest(G, syrk_error(cpu, G)[0], self.Q.cpu())
-        if proved is not None:
-            Q, T, self.rest = proved
-            self.T = T.to(A.device)
-            lower, upper, self.Q = deflated_bracket(
-                A, frobenius_norm(A), Q.to(A), self.T, self.rest
-            )
-            if upper <= max(enough, (1 + rtol) * lower):
-                return lower, upper
-        start = perturb(self.Q[0].cpu())
-        lower, upper, _ = cholesky_bracket(cpu, rtol / 2, start, enough, G)
-        self.T, self.rest = self.Q.new_zeros(1, A.shape[1], dtype=torch.float64), upper
+        error, size = syrk_error(cpu, G)
+        result = None
+        if math.isfinite(error) and bool(G.any()):
+            Q, values = improved(G, self.Q.cpu())
+            self.Q = Q.to(A)
+            proved = prove_rest(G, error, Q, values)
+            if proved is not None:
+                T, self.rest = proved
+                self.T = T.to(A.device)
+                lower, upper, self.Q = deflated_bracket(
+                    A, frobenius_norm(A), self.Q, self.T, self.rest
+                )
+                if upper <= max(enough, (1 + rtol) * lower):
+                    return lower, upper
+                self.T = self.T[:0]
+            result = bracket_of_gram(G, error, size, rtol / 2, None, Q[-1], enough)
+        lower, upper, _ = result or cholesky_bracket(cpu, rtol / 2, enough=enough)
         return lower, upper
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -327,7 +340,8 @@ class TrackedConvolution(TrackedNorm):
         return inflate(self.factor * math.sqrt(taps) * size)  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        result = conv_bracket(self.conv.with_weight(A), rtol, enough)
+        # a tight upper end lasts for more steps than one that is only small enough, and costs about the same
+        result = conv_bracket(self.conv.with_weight(A), min(rtol, 0.01), 1e-30)
         return float(result.lower), float(result.upper)
 
 

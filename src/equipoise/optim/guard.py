@@ -65,6 +65,7 @@ class Guarded:
     places: list[Place]
     radius: float
     tracked: TrackedNorm
+    headroom: float = 0.0
     lower: float = 0.0
     upper: float = math.inf
     stamp: tuple[Any, ...] | None = None
@@ -79,6 +80,11 @@ class Guarded:
     def weight(self) -> Tensor:
         """The numbers that are bounded."""
         return self.places[0].weight
+
+    @property
+    def is_convolution(self) -> bool:
+        """True for the kernel of a convolution, False for a matrix."""
+        return self.places[0].is_convolution
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer writes to it."""
@@ -118,7 +124,7 @@ class SpectralGuard:
 
     | how | what is done to a weight with σ₁ > R |
     |---|---|
-    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` |
+    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` (of a convolution: the proved bound of σ₁) |
     | `sphere` | `W ← W·R/U` at every step, U the proved bound, also from below: `σ₁ = R` up to the tolerance |
     | `clip` | `W ← W − Σ (σ_i − r) u_i v_iᵀ` over the singular values above `r = R(1 − headroom)` (matrices only) |
     | `hammer` | `W ← W + (r − σ₁) u₁v₁ᵀ`, only the largest one (matrices only) |
@@ -149,9 +155,10 @@ class SpectralGuard:
         names: glob or compiled pattern over module names, or several.
         parameters: pattern over parameter names: further two-dimensional parameters to guard as matrices.
         tolerance: relative excess that is let pass without touching the weight.
-        headroom: how far below R, relatively, a weight that has to be brought back may be put. The room that it has then lets
-            most steps pass on the carried proof: a weight that grew is scaled by it, without a new one. 0 holds as close
-            to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
+        headroom: how far below R, relatively, a weight that has to be brought back may be put; by default 0.03, and 0.1 for
+            convolutions, whose proofs are dear. The room that it has then lets most steps pass on the carried proof: a weight
+            that grew is scaled by it, without a new one; a convolution close to R that needs a new one gets its room back.
+            0 holds as close to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
         every: new proofs are made only every so many steps. Between them an excess that the carried proof cannot exclude
             counts as one, so norms are held a little below R: still proved, and cheaper where proofs are dear (convolutions with
             many channels). Not for `sphere`.
@@ -183,18 +190,18 @@ class SpectralGuard:
         *,
         parameters: Names = None,
         every: int = 1,
-        headroom: float = 0.03,
+        headroom: float | None = None,
         example_input: Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         require_module(model)
         require_one_of(get_args(How), how=how)
         require_number(tolerance, "tolerance", least=1e-6, most=1)
-        require_number(headroom, "headroom", least=0, most=1 - 2**-20)
+        if headroom is not None:
+            require_number(headroom, "headroom", least=0, most=1 - 2**-20)
         most = 1 if how == "sphere" else math.inf
         require_number(every, "every (1 for how='sphere')", least=1, most=most, whole=True)
         self.how, self.tolerance, self.every = how, tolerance, every
-        self.headroom = 0.0 if how == "sphere" else headroom
 
         places = _places(model, only, names, parameters)
         radii = _radii(list(places), radius)
@@ -212,6 +219,10 @@ class SpectralGuard:
             )
         sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
+        for one in self.layers:
+            usual = 0.1 if one.is_convolution else 0.03
+            room = usual if headroom is None else headroom
+            one.headroom = 0.0 if how == "sphere" else room
 
         #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
         self.unguarded = _unguarded(model, self.layers)
@@ -358,8 +369,8 @@ class SpectralGuard:
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
         # a weight that has to be brought back may be put that much lower
-        wide = self.headroom and not close
-        rtol = max(self.tolerance, self.headroom) if wide else self.tolerance / 2
+        wide = one.headroom and not close
+        rtol = max(self.tolerance, one.headroom) if wide else self.tolerance / 2
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
@@ -368,7 +379,9 @@ class SpectralGuard:
         # half precision cannot hit a sphere any closer
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
-        return low or one.upper > self._limit(one)
+        near = one.upper > one.radius * (1 - one.headroom / 2)
+        no_room = one.is_convolution and one.tracked.renewed and near
+        return low or no_room or one.upper > self._limit(one)
 
     @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
@@ -399,7 +412,7 @@ class SpectralGuard:
             return
         if _is_leader():
             if attempt == 0 and self.how in ("clip", "hammer"):
-                radius = one.radius * (1 - self.headroom)
+                radius = one.radius * (1 - one.headroom)
                 one.weight.copy_(_clipped(one.weight, radius, only_first=self.how == "hammer"))
                 self._bracket(one)
             if attempt > 0 or self._exceeds(one):
@@ -412,17 +425,17 @@ class SpectralGuard:
                 self._bracket(one)
 
     def _scale(self, one: Guarded, attempt: int) -> None:
-        """`W ← cW` with `c = R/U`, or less where a lower end shows that `cσ₁ ≥ R(1 − headroom)` still; the proof is carried."""
+        """`W ← cW` with `c = R/U`, or less where the norm is known to reach `R(1 − headroom)` still; the proof is carried."""
         if not one.upper > 0:
             raise Refused(
                 f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}"
             )
         W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
-        least = (
-            one.radius * (1 - self.headroom) / one.lower
-            if one.lower > 0 and self.headroom
-            else math.inf
-        )
+        # borders keep the lower end of a convolution far below its norm; a new upper end is close
+        reached = one.upper if one.is_convolution and one.tracked.direct else one.lower
+        least = math.inf
+        if reached > 0 and one.headroom:
+            least = one.radius * (1 - one.headroom) / reached
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         if attempt and self.how != "sphere":
             aim = min(aim, 1.0)
