@@ -60,6 +60,9 @@ class Proof(NamedTuple):
 class TrackedNorm:
     """What a matrix and a convolution have in common: the ladder of bounds, and storing the proof."""
 
+    #: whether a direct proof costs so much that room for the next steps is worth more than closeness
+    dear = False
+
     def __init__(self) -> None:
         self.proof: Proof | None = None
         self.kappa = 1.0
@@ -313,6 +316,8 @@ class TrackedConvolution(TrackedNorm):
         layer: the layer; padding, stride, groups and dilation are read off it.
         input_size: spatial size of its input; None: the supremum over all sizes.
     """
+
+    dear = True
 
     def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
         super().__init__()

@@ -48,9 +48,8 @@ class Place:
     @property
     def weight(self) -> Tensor:
         """The numbers that are bounded: the parameter itself, a view of its rows, or this process's shard."""
-        if is_sharded(self.parameter):
-            return local_part(self.parameter)
-        return self.parameter if self.rows is None else self.parameter.detach()[slice(*self.rows)]
+        part = local_part(self.parameter)
+        return part if self.rows is None else part.detach()[slice(*self.rows)]
 
     @property
     def is_convolution(self) -> bool:
@@ -65,7 +64,6 @@ class Guarded:
     places: list[Place]
     radius: float
     tracked: TrackedNorm
-    headroom: float = 0.0
     lower: float = 0.0
     upper: float = math.inf
     stamp: tuple[Any, ...] | None = None
@@ -80,11 +78,6 @@ class Guarded:
     def weight(self) -> Tensor:
         """The numbers that are bounded."""
         return self.places[0].weight
-
-    @property
-    def is_convolution(self) -> bool:
-        """True for the kernel of a convolution, False for a matrix."""
-        return self.places[0].is_convolution
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer writes to it."""
@@ -202,6 +195,7 @@ class SpectralGuard:
         most = 1 if how == "sphere" else math.inf
         require_number(every, "every (1 for how='sphere')", least=1, most=most, whole=True)
         self.how, self.tolerance, self.every = how, tolerance, every
+        self.headroom = 0.0 if how == "sphere" else headroom
 
         places = _places(model, only, names, parameters)
         radii = _radii(list(places), radius)
@@ -219,11 +213,6 @@ class SpectralGuard:
             )
         sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
-        for one in self.layers:
-            usual = 0.1 if one.is_convolution else 0.03
-            room = usual if headroom is None else headroom
-            one.headroom = 0.0 if how == "sphere" else room
-
         #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
         self.unguarded = _unguarded(model, self.layers)
         patterns = tuple(radius) if isinstance(radius, Mapping) else None
@@ -363,14 +352,19 @@ class SpectralGuard:
     def _limit(self, one: Guarded) -> float:
         return deflate(one.radius * (1 + self.tolerance))
 
+    def _room(self, one: Guarded) -> float:
+        """How far below R, relatively, the weight may be put."""
+        usual = 0.1 if one.tracked.dear else 0.03
+        return usual if self.headroom is None else self.headroom
+
     def _bracket(self, one: Guarded, close: bool = False) -> None:
         """Prove where the norm of this weight lies."""
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
         # a weight that has to be brought back may be put that much lower
-        wide = one.headroom and not close
-        rtol = max(self.tolerance, one.headroom) if wide else self.tolerance / 2
+        room = 0.0 if close else self._room(one)
+        rtol = max(self.tolerance, room) if room else self.tolerance / 2
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
@@ -379,8 +373,8 @@ class SpectralGuard:
         # half precision cannot hit a sphere any closer
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
-        near = one.upper > one.radius * (1 - one.headroom / 2)
-        no_room = one.is_convolution and one.tracked.renewed and near
+        near = one.upper > one.radius * (1 - self._room(one) / 2)
+        no_room = one.tracked.dear and one.tracked.renewed and near
         return low or no_room or one.upper > self._limit(one)
 
     @torch.no_grad()
@@ -412,7 +406,7 @@ class SpectralGuard:
             return
         if _is_leader():
             if attempt == 0 and self.how in ("clip", "hammer"):
-                radius = one.radius * (1 - one.headroom)
+                radius = one.radius * (1 - self._room(one))
                 one.weight.copy_(_clipped(one.weight, radius, only_first=self.how == "hammer"))
                 self._bracket(one)
             if attempt > 0 or self._exceeds(one):
@@ -432,10 +426,10 @@ class SpectralGuard:
             )
         W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
         # borders keep the lower end of a convolution far below its norm; a new upper end is close
-        reached = one.upper if one.is_convolution and one.tracked.direct else one.lower
-        least = math.inf
-        if reached > 0 and one.headroom:
-            least = one.radius * (1 - one.headroom) / reached
+        reached = one.upper if one.tracked.dear and one.tracked.direct else one.lower
+        room, least = self._room(one), math.inf
+        if reached > 0 and room:
+            least = one.radius * (1 - room) / reached
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         if attempt and self.how != "sphere":
             aim = min(aim, 1.0)
