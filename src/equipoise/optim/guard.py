@@ -373,9 +373,11 @@ class SpectralGuard:
         # half precision cannot hit a sphere any closer
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
-        near = one.upper > one.radius * (1 - self._room(one) / 2)
-        no_room = one.tracked.dear and one.tracked.renewed and near
-        return low or no_room or one.upper > self._limit(one)
+        room = self._room(one)
+        crowded = room > 0 and one.upper > one.radius * (1 - room / 2)
+        if one.tracked.dear and one.tracked.renewed and crowded:
+            return True
+        return low or one.upper > self._limit(one)
 
     @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
