@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
+from equipoise.core.precision import deflate, gamma, inflate
 from equipoise.norms.cholesky import is_below, random_start
 
 #: most directions that are followed: more of them let the rest grow for longer, and cost more in every step
@@ -61,13 +61,14 @@ def improved(G: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prove_rest(
-    G: Tensor, error: float, Q: Tensor, values: Tensor
+    G: Tensor, error: float, size: float, Q: Tensor, values: Tensor
 ) -> tuple[Tensor, float] | None:
     """Inequality (1): `(T, ρ)`; None where no few directions are larger than the others.
 
     Args:
         G: Gram matrix of S in float32 on the CPU.
         error: norm of what G may be off by.
+        size: at least `‖S‖_F²`, hence `‖G‖_F`.
         Q: improved directions, as rows `(k, n)`.
         values: their Ritz values.
     """
@@ -78,11 +79,9 @@ def prove_rest(
         return None
     T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
     H = torch.addmm(G, T.mT, T, alpha=-1)
-    size = float(torch.linalg.matrix_norm(T.double())) ** 2
+    taken = float(torch.linalg.matrix_norm(T.double())) ** 2
     # every entry is a sum of products that is subtracted from one of G
-    rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
-        float(torch.linalg.matrix_norm(G.double())) + size
-    )
+    rounding = gamma(len(T) + 8, H.dtype) * (size + error + taken)
     if is_below(H, rho, inflate(error + inflate(2 * rounding))):
         return T.double(), math.sqrt(inflate(rho))
     return None
@@ -95,7 +94,6 @@ def deflated_bracket(
     T: Tensor,
     rest: float,
     change: tuple[Tensor, float] | None = None,
-    enough: float = 0.0,
 ) -> tuple[float, float, Tensor]:
     """`(lower, upper, Q')` of ‖A‖ by (2), with `Q'` the directions after a step of subspace iteration.
 
@@ -106,7 +104,6 @@ def deflated_bracket(
         T: `κT` in float64, as rows.
         rest: κρ.
         change: `D = W − κS` as computed, off by a rounding or two of W, and at least `‖W − κS‖_F`; None: W is S.
-        enough: an upper end that suffices.
     """
     k = len(Q)
     images = Q @ A.mT
@@ -142,17 +139,13 @@ def deflated_bracket(
     cross = inflate((c * (1 + slack) + second) / math.sqrt(1 - spread))
     lower = max(0.0, deflate((math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + spread)))
     b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
-    Q_next = _orthonormal(back).to(Q)
-    if change is None:
-        return lower, _largest(a, b, cross), Q_next
-    D, drift = change
-    upper = _largest(a, inflate(b + drift), cross)
-    if upper > enough:  # what D does to the directions themselves does not count
+    if change is not None:
+        D, drift = change
+        # what D does to the directions themselves does not count
         inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
         inside = max(0.0, inside) / math.sqrt(1 + spread)
-        drift = math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside)))
-        upper = _largest(a, inflate(b + drift), cross)
-    return lower, upper, Q_next
+        b = inflate(b + math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside))))
+    return lower, _largest(a, b, cross), _orthonormal(back).to(Q)
 
 
 def _largest(a: float, b: float, cross: float) -> float:

@@ -201,15 +201,12 @@ class SpectralGuard:
         radii = _radii(list(places), radius)
         places = {name: place for name, place in places.items() if name in radii}
         kernels = {name: place.module for name, place in places.items() if place.is_convolution}
-        sharded = [name for name, place in places.items() if is_sharded(place.parameter)]
-        if how in ("clip", "hammer") and sharded:
+        other = [*kernels, *(name for name, one in places.items() if is_sharded(one.parameter))]
+        if how in ("clip", "hammer") and other:
+            kind = "a convolution" if kernels else "sharded"
             raise InputError(
-                f"how={how!r} needs whole matrices, and {sharded[0]!r} is sharded; take how='cap'"
-            )
-        if how in ("clip", "hammer") and kernels:
-            raise InputError(
-                f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
-                "whose singular vectors are images and whose clipped kernel would be larger; take how='cap', or leave it out"
+                f"how={how!r} changes single singular directions of whole matrices, and {other[0]!r} is {kind}; "
+                "take how='cap', or leave it out"
             )
         sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
@@ -363,8 +360,7 @@ class SpectralGuard:
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
         # a weight that has to be brought back may be put that much lower
-        room = 0.0 if close else self._room(one)
-        rtol = max(self.tolerance, room) if room else self.tolerance / 2
+        rtol = max(self.tolerance / 2, 0 if close else self._room(one))
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
@@ -374,10 +370,8 @@ class SpectralGuard:
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         room = self._room(one)
-        crowded = room > 0 and one.upper > one.radius * (1 - room / 2)
-        if one.tracked.dear and one.tracked.renewed and crowded:
-            return True
-        return low or one.upper > self._limit(one)
+        crowded = one.tracked.dear and one.tracked.renewed and room > 0
+        return low or one.upper > (one.radius * (1 - room / 2) if crowded else self._limit(one))
 
     @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
@@ -429,14 +423,12 @@ class SpectralGuard:
         W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
         # borders keep the lower end of a convolution far below its norm; a new upper end is close
         reached = one.upper if one.tracked.dear and one.tracked.direct else one.lower
-        room, least = self._room(one), math.inf
-        if reached > 0 and room:
-            least = one.radius * (1 - room) / reached
+        room = self._room(one)
+        least = one.radius * (1 - room) / reached if reached and room else math.inf
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         if attempt and self.how != "sphere":
             aim = min(aim, 1.0)
-        c = float(torch.tensor(aim, dtype=torch.float32))
-        one.lower, one.upper = one.tracked.scale(W, c)
+        one.lower, one.upper = one.tracked.scale(W, aim)
         one.stamp = one.current_stamp()
         if self._exceeds(one):  # the roundings may have been smaller than they could
             self._bracket(one)

@@ -120,9 +120,8 @@ class NormLog:
             )
 
     def _bracket(self, W: Tensor, blocks: int | None) -> Bracket:
-        if blocks is None:
-            return spectral_norm(W, rtol=self.rtol)
-        return spectral_norm(W.unflatten(0, (blocks, -1)), rtol=self.rtol)
+        W = W if blocks is None else W.unflatten(0, (blocks, -1))
+        return spectral_norm(W, rtol=self.rtol)
 
 
 def _widened(bracket: Bracket, change: Tensor) -> Bracket:
