@@ -22,8 +22,14 @@ from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
-from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
-from equipoise.core.checks import require_eval
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    Shape,
+    fresh_strides,
+    require_eval,
+)
 from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
@@ -101,7 +107,7 @@ class Inputs:
     dataset: Any
     name: str
     ids: tuple[InputId, ...]
-    labels: tuple[int, ...] | None
+    labels: Shape | None
     num_classes: int | None
     classes: tuple[str, ...] | None = None
     labelled: bool = True
