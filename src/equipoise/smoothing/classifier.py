@@ -14,9 +14,11 @@ import torch
 from scipy.special import betainc
 from torch import Tensor, nn
 
-from equipoise.core import InputError, Refused, as_upper
-from equipoise.core.checks import (
+from equipoise.core import (
     POSITIVE,
+    InputError,
+    Refused,
+    as_upper,
     describe,
     require_eval,
     require_images,

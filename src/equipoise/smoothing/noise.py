@@ -41,8 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, Refused
-from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core import POSITIVE, InputError, Refused, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting

@@ -5,8 +5,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import Refused
-from equipoise.core.checks import require_number, require_type
+from equipoise.core import Refused, require_number, require_type
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined

@@ -22,17 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import (
+from equipoise.core import (
     CLASS_NUMBERS,
+    InputError,
     describe,
+    gamma,
+    inflate,
     require_counts,
     require_labels,
     require_number,
     require_tensor,
     require_type,
+    row_lengths,
 )
-from equipoise.core.errors import InputError
-from equipoise.core.precision import gamma, inflate, row_lengths
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.derive import certify_counts
