@@ -223,7 +223,7 @@ def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache
         moving = mask.flatten()
         if isinstance(form, Convolution):
             moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
-        if len(moving) == weight.shape[dim] and not bool(moving.all()):
+        if len(moving) == weight.shape[dim] and not moving.all():
             weight = weight.index_select(dim, moving.nonzero().flatten())
     if weight.numel() == 0:
         return 0.0

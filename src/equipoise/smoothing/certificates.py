@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError, average_certified_radius, certified_accuracy, one_line
-from equipoise.core.files import read_bounded
-from equipoise.smoothing.procedures import (
+from equipoise.core import (
+    Floats,
+    InputError,
     Ints,
     Mask,
+    average_certified_radius,
+    certified_accuracy,
+    one_line,
 )
-from equipoise.smoothing.ramp import Floats
+from equipoise.core.files import read_bounded
 
 ABSTAIN = -1
 
