@@ -10,17 +10,19 @@ columns are dropped before the norm of the next layer is taken, and rows of neur
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, inflate
+from equipoise.core.errors import Refused
+from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.nonlinear import known, near
 from equipoise.lipschitz.propagate import Propagation
-from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.rules import Call, Step, find_rule
 from equipoise.lipschitz.tangent import (
     activated,
     carried,
@@ -29,7 +31,6 @@ from equipoise.lipschitz.tangent import (
     supported,
     value,
 )
-from equipoise.lipschitz.values import exactly, first_of
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
@@ -68,6 +69,12 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
 
 def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], radius: float) -> Box:
     node = call.node
+    if (
+        isinstance(step.map, op.Product)
+        or (isinstance(step.map, op.Opaque) and step.map.inside)
+        or (step.curve is not None and not step.curve.everywhere)
+    ):
+        step = _local_step(call, step, run, boxes)
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())),
         default=math.inf,
@@ -111,6 +118,33 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     return Box(mid, half, dev, rho, log)
 
 
+def _local_step(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box]) -> Step:
+    """The answer of the node's rule to what its operands can be on the ball; the global one where it refuses."""
+
+    def lookup(node: fx.Node) -> Any:
+        box = boxes.get(node)
+        if box is None or box.mid is None or box.half is None:
+            return call.lookup(node)
+        signal, entries = run.facts[node].signal, inflate(box.mid.abs() + box.half)
+        rows = entries.reshape(-1, entries.shape[-1])
+        lengths = box.mid.reshape(rows.shape), box.half.reshape(rows.shape)
+        moved = frobenius(lengths[1], (-1,)).clamp_max(box.dev)
+        return replace(
+            signal,
+            norm=min(signal.norm, inflate(float(frobenius(box.mid.reshape(1, -1))) + box.dev)),
+            row=min(signal.row, inflate(float((frobenius(lengths[0], (-1,)) + moved).max()))),
+            peak=min(signal.peak, float(entries.max())),
+            low=max(
+                signal.low, float((box.mid - inflate(box.half + 4 * _U * box.mid.abs())).min())
+            ),
+        )
+
+    try:
+        return find_rule(call.node)(Call(call.node, lookup, call.cache))
+    except Refused:
+        return step
+
+
 #: centre, half-widths and entrywise rounding of the centre
 Image = tuple[Tensor, Tensor, Tensor]
 
@@ -123,27 +157,20 @@ def _image(
     if not sources or any(boxes[n].mid is None for n in read):
         return None
     mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in read}
-    box, gain = sources[0]
+    box, _ = sources[0]
     before, width = box.mid, box.half
     if before is None or width is None:
         return None
-    if isinstance(step.map, op.Normalised):
-        mid = first_of(exactly(call.node, mids, call.lookup))
-        noise = (
-            gain
-            * gamma(8 * before.shape[-1] + 64, torch.float64)
-            * float(frobenius(before.reshape(1, -1)))
-        )
-        return (
-            mid,
-            torch.full_like(mid, inflate(gain * box.dev)),
-            inflate(noise) + 2.0**-40 * (mid.abs() + 1),
-        )
-    if not isinstance(step.map, Pointwise | op.Largest | op.Sorted) and not supported(call, step):
+    halves: dict[fx.Node, Any] = {n: boxes[n].half for n in read}
+    plain = isinstance(step.map, Pointwise | op.Largest | op.Sorted) or supported(call, step)
+    if not plain and not known(call):
         return None
+    if not plain:
+        mid, half = near(call, mids, halves)
+        rounding = near(call, mids, {n: torch.zeros_like(m) for n, m in mids.items()})[1]
+        return (mid, half, rounding) if bool(torch.isfinite(half).all()) else None
 
     mid = value(call, step, mids)
-    halves: dict[fx.Node, Any] = {s.node: boxes[s.node].half for s, _ in step.gains}
     half = inflate(carried(call, step, halves) * (1 + 4 * roundoff(step)))
     rounding = local_rounding(call, step, {n: m.abs() for n, m in mids.items()}, mid, None)
     match step.map:
