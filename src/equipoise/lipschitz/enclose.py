@@ -1,11 +1,8 @@
 """What every node can be on a ball of inputs: a centre, a half-width per entry, an ℓ2 deviation, and a local Lipschitz bound.
 
-For every input of the ball, in exact arithmetic, the node lies within `half` (entry by entry) and within `dev` (in
-ℓ2) of `mid`. Linear
-maps give `|W|·half` and, sharper for large fan-in, `‖row‖·dev`; both are rounded outward. Entries with `half = 0`
-cannot move: their
-columns are dropped before the norm of the next layer is taken, and rows of neurons that stay off are dropped as well
-(Huang et al. 2021).
+For every input of the ball, in exact arithmetic, the node lies within `half` (entry by entry) and within `dev` (in ℓ2) of `mid`.
+Linear maps give `|W|·half` and, sharper for large fan-in, `‖row‖·dev`; both are rounded outward. What a product, an attention or
+a steep function stretches depends on the sizes of its operands: its rule is asked again, with their sizes on the ball.
 """
 
 import math
@@ -31,7 +28,6 @@ from equipoise.lipschitz.tangent import (
     supported,
     value,
 )
-from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
@@ -92,8 +88,11 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         return log_root(terms) if step.combine == "root" else log_sum(terms)
 
     log = min(combine(b.log for b, _ in sources), short, run.facts[node].fused)
-    if not isinstance(step.linear, Diagonal):
-        log = min(log, _pruned(node, run, boxes, call.cache))
+    facts = run.facts[node]
+    if facts.form is not None and facts.base is not None:
+        # a linear run as a whole
+        whole = float(bracket(facts.form, call.cache).upper)
+        log = min(log, log_product(log_up(whole), boxes[facts.base].log))
     image = _image(call, step, sources, boxes)
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
@@ -110,11 +109,6 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         inflate(exp_up(log_product(log, log_up(radius))) + rho),
     )
     half = half.clamp_max(dev)
-    if step.curve is not None:
-        source, gain = step.gains[0]
-        log = min(
-            log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0))
-        )
     return Box(mid, half, dev, rho, log)
 
 
@@ -202,57 +196,3 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
     least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
     return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
-
-
-def _pruned(
-    node: fx.Node,
-    run: Propagation,
-    boxes: dict[fx.Node, Box],
-    cache: Cache,
-    rows: Tensor | None = None,
-) -> float:
-    """log of ‖W[moving rows, moving columns]‖·L(base) for the linear run that ends in this node.
-
-    Args:
-        node: the end of the run.
-        run: of the network.
-        boxes: of the nodes before it.
-        cache: of operator norms.
-        rows: entries of the node that move; the others belong to neurons that stay off.
-    """
-    facts = run.facts[node]
-    if facts.form is None or facts.base is None:
-        return math.inf
-    base = boxes[facts.base]
-    alive = None if base.half is None else base.half > 0
-    return log_product(log_up(masked_norm(facts.form, alive, rows, cache)), base.log)
-
-
-def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """Upper bound of the norm of a linear form restricted to moving inputs and outputs.
-
-    A convolution loses the channels that do not move anywhere.
-
-    Args:
-        form: the operator.
-        columns: which entries of its input move (a batch of one); None: all.
-        rows: which entries of its output move.
-        cache: of operator norms.
-    """
-    if isinstance(form, Diagonal) or (isinstance(form, Convolution) and form.groups != 1):
-        return float(bracket(form, cache).upper)
-    if not isinstance(form, Matrix | Convolution):
-        return math.inf
-    weight = form.matrix if isinstance(form, Matrix) else form.weight
-    for dim, mask in ((1, columns), (0, rows)):
-        if mask is None:
-            continue
-        moving = mask.flatten()
-        if isinstance(form, Convolution):
-            moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
-        if len(moving) == weight.shape[dim] and not bool(moving.all()):
-            weight = weight.index_select(dim, moving.nonzero().flatten())
-    if weight.numel() == 0:
-        return 0.0
-    smaller = Matrix(weight, form.error) if isinstance(form, Matrix) else form.with_weight(weight)
-    return float(bracket(smaller, cache).upper)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -52,8 +52,6 @@ _SMALLEST = 1e-12
 #: what `Radii.methods` says of an input without a radius
 WRONG, UNPROVED = "not classified as labelled", "classified as labelled, nothing proved"
 
-#: samples evaluated together
-_CHUNK = 64
 #: bisections for the radius of the deployed pass, which is then within 0.1 % of the largest one
 _BISECTIONS = 14
 
@@ -186,9 +184,9 @@ class Certifier:
     norm: Norm
     effort: Effort
     classes: int
-    constants: dict[str, Tensor]
+    rounding: Rounding
+    constants: dict[str, Tensor] = field(default_factory=dict)
     network: Network | None = None
-    rounding: Rounding | None = None
     deployed: Deployed | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -227,10 +225,11 @@ class Certifier:
         with torch.no_grad(), full_precision():
             cache = Cache(rtol)
             run = propagate(program, None, rtol, cache)
-            certifier = cls(run, cache, norm, effort, shapes[0][1], {}, deployed=deployed)
+            rounding = Rounding(run, cache)
+            certifier = cls(run, cache, norm, effort, shapes[0][1], rounding, deployed=deployed)
             certifier._take_constants()
             certifier._read_network()
-            certifier._bound_rounding()
+            certifier._check_rounding()
         return certifier
 
     @property
@@ -301,9 +300,8 @@ class Certifier:
         if self.norm != "l2" and self.effort != "relaxation":
             self._say("no integral and no multipliers: they are for ℓ2")
 
-    def _bound_rounding(self) -> None:
-        """The rounding of forward passes."""
-        self.rounding = Rounding(self.run, self.cache)
+    def _check_rounding(self) -> None:
+        """Refuse a deployed pass whose rounding is not bounded; a note where that of the float64 pass is not."""
         if self.deployed is not None:
             try:
                 self.rounding.require(torch.float32)
@@ -350,13 +348,10 @@ class Certifier:
 
         rows: list[dict[str, Any]] = []
         with torch.no_grad(), full_precision():
-            for first in range(0, len(x), _CHUNK):
-                part = slice(first, first + _CHUNK)
-                own = None if y is None else y[part]
-                for row in self._chunk(x[part], own, epsilon, complete, seconds):
-                    rows.append(row)
-                    if progress is not None:
-                        progress(len(rows), len(x))
+            for row in self._rows(x, y, epsilon, complete, seconds):
+                rows.append(row)
+                if progress is not None:
+                    progress(len(rows), len(x))
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([row[name] for row in rows], dtype=dtype)
@@ -380,17 +375,17 @@ class Certifier:
             },
         )
 
-    def _chunk(
+    def _rows(
         self,
         x: Tensor,
         labels: Tensor | None,
         epsilon: float | None,
         complete: bool,
         seconds: float | None,
-    ) -> Any:
-        """The rows of some samples, one by one."""
+    ) -> Iterator[dict[str, Any]]:
+        """What is found for every sample, one by one."""
         began = time.process_time()
-        values, error = self.logits(x)
+        values, error = self.rounding.evaluate(x)
         predictions = values.argmax(1)
         y = predictions if labels is None else labels
 
@@ -440,14 +435,8 @@ class Certifier:
             row["seconds"] = time.process_time() - began + each
             yield row
 
-    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (batch, classes) in float64, and bounds of how far the real ones may be from them."""
-        assert self.rounding is not None
-        return self.rounding.evaluate(x)
-
     def _lost(self, x: Tensor, labels: Tensor, radius: Tensor) -> Tensor:
         """What a deployed pass may take off every margin at inputs within `radius` of x, (samples, classes)."""
-        assert self.rounding is not None
         off = self.rounding.deployed(x, inflate(radius * self.root))
         return inflate(off.gather(1, labels[:, None]) + off)
 
@@ -556,7 +545,7 @@ class Certifier:
         return Attack(
             ball,
             lambda points: function(points.reshape(-1, *shape)),
-            lambda points: self.logits(points.reshape(-1, *shape)),
+            lambda points: self.rounding.evaluate(points.reshape(-1, *shape)),
             x.dtype,
         )
 
