@@ -5,6 +5,7 @@ Linear maps give `|W|·half` and, sharper for large fan-in, `‖row‖·dev`; bo
 a steep function stretches depends on the sizes of its operands: its rule is asked again, with their sizes on the ball.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from equipoise.core.errors import Refused
 from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.nonlinear import known, near
+from equipoise.lipschitz.nonlinear import known, near, steep
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step, find_rule
 from equipoise.lipschitz.tangent import (
@@ -175,11 +176,8 @@ def _image(
             shape[rows] = -1
             half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
         case Pointwise(slopes=(low, _)) if low >= 0:
-            # covers the rounding of `before ± width`
-            outward = width + 4 * _U * (before.abs() + width)
-            above = activated(call, step.map, before + outward) - mid
-            below = mid - activated(call, step.map, before - outward)
-            half = torch.minimum(inflate(torch.maximum(above, below)), half)
+            grows = functools.partial(activated, call, step.map)
+            half = torch.minimum(half, steep(grows, (before, width))[1])
     return mid, half, rounding
 
 

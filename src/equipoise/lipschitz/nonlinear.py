@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from equipoise.core.modules import flat_tensors
 from equipoise.core.precision import float64, gamma, inflate
 from equipoise.lipschitz.rules import Call, Signal
+from equipoise.lipschitz.rules.pointwise import STEEP
 from equipoise.lipschitz.rules.shapes import SOFTMAX
 from equipoise.lipschitz.values import aten_name, exactly, first_of
 
@@ -60,8 +61,13 @@ def _matrix_product(a: Near, b: Near) -> Near:
     return _rounded(x @ y, error, x.abs() @ y.abs(), x.shape[-1])
 
 
-def _steep(function: Callable[[Tensor], Tensor], a: Near) -> Near:
-    """Of a function that grows or falls on either side of 0."""
+def steep(function: Callable[[Tensor], Tensor], a: Near) -> Near:
+    """The values of a function that grows or falls on either side of 0.
+
+    Args:
+        function: of every entry, off by a few units in the last place.
+        a: its argument.
+    """
     x, e = a
     reach = e + 2.0**-50 * x.abs()
     value = function(x)
@@ -70,26 +76,31 @@ def _steep(function: Callable[[Tensor], Tensor], a: Near) -> Near:
     return _rounded(value, (others - value).abs().amax(0), others.abs().amax(0) + value.abs())
 
 
-def _softmax(kind: str, a: Near, dims: Any) -> Near:
-    """Softmax, its logarithm, or the logarithm of the sum of exponentials.
-
-    A term exp(d) is off by at most |d| units, and a sum of n terms, one of which is 1, by 2n more.
-    """
+def _log_sum(a: Near, dims: Any) -> Near:
+    """The logarithm of the sum of exponentials, 1-Lipschitz in the largest entry: n terms, one of which is 1."""
     x, e = a
-    most, top = e.amax(dims, keepdim=True), x.amax(dims, keepdim=True)
-    lowered = x - top
-    total = lowered.exp().sum(dims, keepdim=True)
+    top = x.amax(dims, keepdim=True)
+    value = top + (x - top).exp().sum(dims, keepdim=True).log()
     n = 2 * x.numel() // top.numel()
-    if kind == "logsumexp":
-        value = top + total.log()
-        return _rounded(value, most, top.abs() + value.abs() + 2, n)
-    if kind == "log_softmax":
-        value = lowered - total.log()
-        return _rounded(value, e + most, lowered.abs() + value.abs() + 2, n)
-    value = lowered.exp() / total
-    error = (value * torch.expm1(e + most)).nan_to_num(nan=1.0, posinf=1.0).clamp_max(1)
-    # exp is 0 beyond
-    return _rounded(value, error, value * (lowered.abs().clamp_max(800) + 2), n)
+    return _rounded(value, e.amax(dims, keepdim=True), top.abs() + value.abs() + 2, n)
+
+
+def _log_softmax(a: Near, dims: Any) -> Near:
+    value, error = _log_sum(a, dims)
+    return _plus(a, (-value, error))
+
+
+def _softmax(call: Call, a: Near) -> Near:
+    x, e = a
+    # what is masked has a weight of 0, up to underflow
+    x = torch.maximum(x, x.amax(call["dim"], keepdim=True) - 1e4)
+    value, error = steep(torch.exp, _log_softmax((x, e), call["dim"]))
+    return value, error.clamp_max(1)
+
+
+def _whole_log_sum(call: Call, a: Near) -> Near:
+    value, error = _log_sum(a, call["dim"])
+    return value.reshape(call.shape), error.reshape(call.shape)
 
 
 def _normalised(a: Near, dims: tuple[int, ...], eps: float, centred: bool = True) -> Near:
@@ -138,39 +149,27 @@ def _group_norm(call: Call, x: Near) -> Near:
 
 def _gated(call: Call, x: Near) -> Near:
     a, b = zip(*(t.chunk(2, call["dim"]) for t in x), strict=True)
-    return _times(a, _steep(torch.sigmoid, b))
+    return _times(a, steep(torch.sigmoid, b))
 
 
-def _unary(function: Callable[[Tensor], Tensor]) -> Rule:
-    return lambda call, x: _steep(function, x)
-
-
-def _exponential(kind: str) -> Rule:
-    def rule(call: Call, x: Near) -> Near:
-        value, error = _softmax(kind, x, call["dim"])
-        return value.reshape(call.shape), error.reshape(call.shape)
-
-    return rule
+def _entrywise(function: Callable[[Tensor], Tensor]) -> Rule:
+    return lambda call, x: steep(function, x)
 
 
 #: rules of operations on their first operand
 _OF_ONE: dict[str, Rule] = {
-    "square.default": _unary(torch.square),
-    "exp.default": _unary(torch.exp),
-    "sqrt.default": _unary(torch.sqrt),
-    "rsqrt.default": _unary(torch.rsqrt),
-    "reciprocal.default": _unary(torch.reciprocal),
-    "log.default": _unary(torch.log),
-    "pow.Tensor_Scalar": lambda call, x: _steep(lambda t: t.pow(call["exponent"]), x),
-    "log_softmax.int": _exponential("log_softmax"),
-    "_log_softmax.default": _exponential("log_softmax"),
-    "logsumexp.default": _exponential("logsumexp"),
+    "pow.Tensor_Scalar": lambda call, x: steep(lambda t: t.pow(call["exponent"]), x),
+    "log_softmax.int": lambda call, x: _log_softmax(x, call["dim"]),
+    "_log_softmax.default": lambda call, x: _log_softmax(x, call["dim"]),
+    "logsumexp.default": _whole_log_sum,
     "glu.default": _gated,
-    **{name: _exponential("softmax") for name in SOFTMAX},
-    **dict.fromkeys(
-        ("layer_norm.default", "native_layer_norm.default", "rms_norm.default"), _layer_norm
-    ),
-    **dict.fromkeys(("group_norm.default", "instance_norm.default"), _group_norm),
+    "layer_norm.default": _layer_norm,
+    "native_layer_norm.default": _layer_norm,
+    "rms_norm.default": _layer_norm,
+    "group_norm.default": _group_norm,
+    "instance_norm.default": _group_norm,
+    **dict.fromkeys(SOFTMAX, _softmax),
+    **{f"{name}.default": _entrywise(getattr(torch, name)) for name in STEEP},
 }
 #: and on the first two
 _OF_TWO: dict[str, Callable[[Near, Near], Near]] = {

@@ -52,8 +52,8 @@ _SMALLEST = 1e-12
 #: what `Radii.methods` says of an input without a radius
 WRONG, UNPROVED = "not classified as labelled", "classified as labelled, nothing proved"
 
-#: bisections for the radius of the deployed pass, which is then within 0.1 % of the largest one
-_BISECTIONS = 14
+#: balls on which the rounding of the deployed pass is bounded
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -443,16 +443,17 @@ class Certifier:
     def _deployed(
         self, x: Tensor, labels: Tensor, margins: Tensor, constants: Tensor, known: Tensor
     ) -> Tensor:
-        """The largest radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball."""
-        low, high = torch.zeros_like(known), known.clone()
+        """Radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball.
+
+        It is bounded on the ball `high`, and what it leaves of the margins is a radius.
+        """
+        low, high = torch.zeros_like(known), known
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
-        for _ in range(_BISECTIONS):
-            middle = torch.where(
-                high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2
-            )
-            left = less(margins, self._lost(x, labels, middle))
-            holds = ((left > inflate(constants * middle[:, None])) | own).all(1) & (middle > 0)
-            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        for _ in range(_TRIES):
+            left = less(margins, self._lost(x, labels, high))
+            reached = deflate(left / constants).masked_fill(own, math.inf).amin(1)
+            low = torch.maximum(low, torch.minimum(reached, high).nan_to_num(nan=0.0))
+            high = high / 8
         return low
 
     def _improve(
