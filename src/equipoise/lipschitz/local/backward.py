@@ -33,6 +33,8 @@ _U = 2.0**-53
 _TINY = 1e-290  # more than underflow can take off: a difference that vanishes in float64 is not 0
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
 
+#: what a `Ball` holds of every node
+_NODE = ("centre", "slip", "low", "high", "lip", "total", "spread")
 Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
 #: middle and half-width of every activation's secant slopes
 Slopes = dict[int, tuple[Tensor, Tensor]]
@@ -64,34 +66,10 @@ class Ball:
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
     widths: Tensor | None = field(default=None, repr=False)
 
-    def add(
-        self,
-        centre: Tensor,
-        slip: Tensor,
-        low: Tensor,
-        high: Tensor,
-        lip: Tensor,
-        total: float,
-        spread: Tensor | None,
-    ) -> None:
-        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`).
-
-        Args:
-            centre: the value at x.
-            slip: bound of the error of `centre`.
-            low: lower bounds of the values on the ball.
-            high: upper bounds of the values on the ball.
-            lip: for every entry, a bound of how far it moves per unit of ‖δx‖₂.
-            total: the same bound for the node as a whole, in ℓ2.
-            spread: one number per entry; None for the input.
-        """
-        self.centre.append(centre)
-        self.slip.append(slip)
-        self.low.append(low)
-        self.high.append(high)
-        self.lip.append(lip)
-        self.total.append(total)
-        self.spread.append(spread)
+    def add(self, *known: object) -> None:
+        """What is known of the next node: centre, slip, low, high, lip, total and spread, what rounding costs per unit of |A|."""
+        for name, value in zip(_NODE, known, strict=True):
+            getattr(self, name).append(value)
 
     def narrow(self, k: int, entries: Tensor, bounds: Tensor) -> None:
         """Take over lower bounds of some entries of node k and of their negatives, stacked.
@@ -262,21 +240,16 @@ def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
         ball.narrow(k, part, bounds(ball, k, torch.cat([unit, -unit])))
 
 
-def slope_ranges(
-    ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None
-) -> Slopes:
+def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
     Args:
         ball: with all pre-activations enclosed, as far as they are asked for.
         inner: a smaller ball around the same point, in which one of the two inputs lies.
         anchored: one of the two inputs is the centre.
-        before: activations with a larger index are left out.
     """
     found: Slopes = {}
     for k, node in ball.network.activations.items():
-        if before is not None and k > before:
-            break
         s = node.source
         near = (ball.low[s], ball.high[s])
         if anchored:
