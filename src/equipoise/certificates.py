@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused, evaluating
 from equipoise.core.files import atomic_write, make_folder
-from equipoise.core.modules import evaluating
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.nn.convert import with_effective_weights
@@ -94,8 +93,8 @@ def write(
             network: Any = checker.Network(document, weights)
             _require_same_function(model, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+            files = {"weights.safetensors": _to_safetensors(weights)}
             if y is None:
-                files = {"weights.safetensors": _to_safetensors(weights)}
                 _save(folder, {**document, "claims": claims}, files)
                 return claims
             proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
@@ -121,10 +120,7 @@ def write(
             claims["local"] = claim("local")
     best = tensors.get("local", tensors["radii"])
     claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
-    files = {
-        "weights.safetensors": _to_safetensors(weights),
-        "inputs.safetensors": _to_safetensors(tensors),
-    }
+    files["inputs.safetensors"] = _to_safetensors(tensors)
     _save(folder, {**document, "claims": claims}, files)
     return claims
 

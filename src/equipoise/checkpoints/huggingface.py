@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import Budget, check_arguments
-from equipoise.core.errors import InputError, Refused, unlogged
+from equipoise.core import (
+    InputError,
+    Refused,
+    Shape,
+    unlogged,
+)
 from equipoise.core.files import guarded, open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
@@ -58,9 +63,7 @@ def is_hugging_face(config: Any) -> bool:
     )
 
 
-def load_hugging_face(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[nn.Module, tuple[int, ...] | None]:
+def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, Shape | None]:
     """The image classifier of a directory in evaluation mode, and the shape of one input if the config says it.
 
     Args:

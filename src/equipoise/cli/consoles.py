@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+#: letters of numbers in the cells of tables
+NUMERIC = set("-+.,0123456789e %×")
+
 
 def results() -> Console:
     """Console for results; not on a terminal it is wide enough that tables are not cut."""
@@ -65,7 +68,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     """
     table = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
     for column in rows[0] if rows else ():
-        numeric = all(row[column][:1] in "-0123456789" for row in rows)
+        numeric = all(set(row[column]) <= NUMERIC for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row.values())

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.errors import InputError, did_you_mean, one_line
+from equipoise.core import InputError, did_you_mean, one_line
 from equipoise.core.files import SPEC, guarded, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,

@@ -21,9 +21,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.checks import require_tensor
-from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
+from equipoise.core import (
+    InputError,
+    frobenius,
+    full_precision,
+    gamma,
+    inflate,
+    require_tensor,
+    rescaled,
+)
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.errors import Refused
-from equipoise.core.precision import frobenius, inflate
+from equipoise.core import Refused, frobenius, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.nonlinear import known, near, steep

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import float64, gamma, inflate
+from equipoise.core import flat_tensors, float64, gamma, inflate
 from equipoise.lipschitz.rules import Call, Signal
 from equipoise.lipschitz.rules.pointwise import STEEP
 from equipoise.lipschitz.rules.shapes import SOFTMAX
-from equipoise.lipschitz.values import aten_name, exactly, first_of
+from equipoise.lipschitz.values import aten_name, exactly
 
 #: values, and bounds of how far the real ones may be off
 Near = tuple[Tensor, Tensor]
@@ -203,14 +202,11 @@ def near(call: Call, values: Values, errors: Values) -> Near:
     """The node for operands that are off by at most these errors; an error is infinite or NaN where nothing is known.
 
     Args:
-        call: the node.
+        call: a node that is `known`.
         values: of its operands.
         errors: of its operands.
     """
     name = aten_name(call.node)
-    if not known(call):
-        value = first_of(exactly(call.node, values, call.lookup)).double()
-        return value, torch.full_like(value, math.inf)
     if name in _LENGTHS:
         # |‖a‖ − ‖b‖| ≤ ‖a − b‖
         value, error = (exactly(call.node, t, call.lookup) for t in (values, errors))

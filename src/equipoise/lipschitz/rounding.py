@@ -17,6 +17,7 @@ reduced products, Winograd or FFT convolutions, elementary functions that are of
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
-from equipoise.lipschitz.capture import Program, as_batch, capture, mapped
+from equipoise.lipschitz.capture import Program, as_batch, as_function, capture, mapped
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.nonlinear import known, near
 from equipoise.lipschitz.operations import Largest, Scaled, Sorted, Sum
@@ -102,7 +103,7 @@ Fresh = dict[Region, _Slip]
 
 
 class Rounding:
-    """The rounding of one captured network; where that of an operation is not known, what depends on it may be off by anything.
+    """The rounding of one captured network, of all operations that are not `unknown`.
 
     Args:
         run: of a network with one input; its constants hold everywhere, if a pass in its own dtype is asked about.
@@ -127,7 +128,7 @@ class Rounding:
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         self.dtype = torch.float32 if torch.float32 in kinds else torch.float64
 
-    @property
+    @functools.cached_property
     def unknown(self) -> str:
         """The first operation whose rounding is not bounded even in float64; empty where there is none."""
         nodes = (n for n in self.nonlinear if not known(self.calls[n]))
@@ -157,7 +158,13 @@ class Rounding:
             )
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first two tensors of `Evaluation` alone: values in float64, and how far the real ones may be from them."""
+        """The first two tensors of `Evaluation` alone: values in float64, and how far the real ones may be from them.
+
+        That is infinite where an operation is `unknown`.
+        """
+        if self.unknown:
+            values = as_function(self.run.program)(x.double())
+            return values, torch.full_like(values, math.inf)
         return self._batch(x, torch.zeros(len(x), dtype=torch.float64), None)
 
     def deployed(self, x: Tensor, radius: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
-from equipoise.core.modules import hooked
+from equipoise.core import Refused, hooked
 from equipoise.lipschitz.local import Radii, certified_radius
 from equipoise.smoothing.tokens import substitutions_within
 

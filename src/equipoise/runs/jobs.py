@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core.checks import require_counts
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core import InputError, Refused, one_line, require_counts
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.sources import Inputs, Item, check_label, portable

@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core.accuracy import (
+from equipoise.core import (
+    InputError,
+    Refused,
+    as_upper,
     average_certified_radius,
     certified_accuracy,
+    format_down,
     percent,
     round_levels,
 )
-from equipoise.core.bounds import as_upper, format_down
-from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write
 from equipoise.runs.sources import InputId
 from equipoise.runs.store import (
@@ -47,7 +49,13 @@ from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
-from equipoise.smoothing.procedures import Ints, Partition, Procedure, find_procedure
+from equipoise.smoothing.procedures import (
+    Ints,
+    Mask,
+    Partition,
+    Procedure,
+    find_procedure,
+)
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
 
@@ -77,7 +85,7 @@ class Results:
     answer: Ints
     prediction: Ints
     radius: Floats
-    failed: NDArray[np.bool_]
+    failed: Mask
     about: str
     procedure: str
     alpha: float = 0.0
@@ -90,12 +98,12 @@ class Results:
         return bool((self.labels >= 0).any())
 
     @property
-    def right(self) -> NDArray[np.bool_]:
+    def right(self) -> Mask:
         """Whose answer is the label."""
         return (self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled))
 
     @property
-    def correct(self) -> NDArray[np.bool_]:
+    def correct(self) -> Mask:
         """Whose certified answer is the label: what counts for certified accuracy at ε = 0."""
         return self.right & (self.prediction == self.answer)
 
@@ -189,8 +197,7 @@ class Summary:
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
         if figures["verdicts"]:
-            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
-            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
+            lines.append(f"within {self.run.settings.epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -429,7 +436,7 @@ class Run:
         if self.settings.target_radius is not None:
             return [self.settings.target_radius]
         if self.kind == "sampled":
-            return [k * results.sigma / 2 for k in range(7)]
+            return [round(k * results.sigma / 2, 12) for k in range(7)]
         return list(round_levels(float(np.quantile(results.radius, 0.98))))
 
     def verdict(self, row: Row) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise.core import InputError, as_upper
 from equipoise.smoothing.intervals import (
@@ -21,7 +20,10 @@ from equipoise.smoothing.intervals import (
     empirical_bernstein,
     lipschitz_interval,
 )
-from equipoise.smoothing.procedures import Partition
+from equipoise.smoothing.procedures import (
+    Mask,
+    Partition,
+)
 from equipoise.smoothing.radii import (
     positive,
     radius_mono,
@@ -197,7 +199,7 @@ class Bounds:
     p_upper: Floats
     radius: Floats
 
-    def where(self, mask: NDArray[np.bool_], other: Bounds) -> Bounds:
+    def where(self, mask: Mask, other: Bounds) -> Bounds:
         """These bounds where `mask` holds, the other ones elsewhere.
 
         Args:

@@ -14,8 +14,11 @@ import torch
 from scipy.special import betainc
 from torch import Tensor, nn
 
-from equipoise.core import InputError, Refused, as_upper
-from equipoise.core.checks import (
+from equipoise.core import (
+    POSITIVE,
+    InputError,
+    Refused,
+    as_upper,
     describe,
     require_eval,
     require_images,
@@ -495,6 +498,7 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     >>> predict_counts([[60, 40, 0], [95, 3, 2]], 0.001).tolist()
     [-1, 0]
     """
+    require_number(alpha, "alpha", least=POSITIVE, most=1)
     array = np.asarray(counts, dtype=np.float64)
     ordered = np.sort(array, axis=-1)
     most = ordered[..., -1]

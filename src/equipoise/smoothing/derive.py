@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from equipoise.core import InputError
-from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core import (
+    POSITIVE,
+    InputError,
+    Shape,
+    require_number,
+    require_one_of,
+)
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -31,6 +36,7 @@ from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_scores
 from equipoise.smoothing.procedures import (
     DEFAULT,
+    Mask,
     Partition,
     Procedure,
     find_procedure,
@@ -210,7 +216,7 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
 def _assemble(
     bounds: Bounds,
     partition: Partition,
-    direct: NDArray[np.bool_],
+    direct: Mask,
     draws: Floats,
     procedure: str,
     setting: Setting,
@@ -350,14 +356,14 @@ def _setting(sigma: float, alpha: float, what: str) -> Setting:
     return Setting(Gaussian(level), alpha, f"{what} under N(0, {level:g}²·I) noise")
 
 
-def _reshaped(whole: Certificates, shape: tuple[int, ...]) -> Certificates:
+def _reshaped(whole: Certificates, shape: Shape) -> Certificates:
     return replace(whole, **{name: getattr(whole, name).reshape(shape) for name in _ARRAYS})
 
 
 def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} must hold numbers, in rows of equal length") from error
     if array.ndim < len(axes) or array.shape[-1] < 2:
         raise InputError(
@@ -367,10 +373,11 @@ def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
 
 
 def _counts(values: ArrayLike, name: str) -> Floats:
-    """Counts that a float64 holds exactly."""
+    """Counts that a float64 holds exactly, and their sums."""
     array = _numbers(values, name, "classes")
-    if not np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array))):
-        raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
+    whole = np.all((array >= 0) & (array == np.floor(array)))
+    if not whole or not np.all(array.sum(axis=-1) < 2.0**53):
+        raise InputError(f"{name} must hold non-negative whole numbers, fewer than 2^53 together")
     return array
 
 

@@ -41,8 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, Refused
-from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core import POSITIVE, InputError, Refused, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
@@ -324,6 +323,11 @@ class Noise:
         out = host.numpy()
         bits = philox(key)
         if not self.grids:
+            if torch.finfo(x.dtype).eps * float(x.abs().max()) > self.levels.sigma:
+                raise Refused(
+                    f"noise of level {self.levels.sigma:g} is lost in the rounding of the input in {x.dtype}: rescale it, or "
+                    "use more noise"
+                )
             np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
             return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, as_upper
-from equipoise.core.checks import POSITIVE, describe, require_number, require_one_of
+from equipoise.core import POSITIVE, InputError, as_upper, describe, require_number, require_one_of
 from equipoise.smoothing.bounds import Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, find_procedure

@@ -5,8 +5,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import Refused
-from equipoise.core.checks import require_type
+from equipoise.core import Refused, require_number, require_type
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined
@@ -58,7 +57,7 @@ def certify_adaptive(
     row = find_procedure(procedure)
     spec = classifier.noise_spec(x)
     setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
-    epsilon = target_radius + setting.distance
+    epsilon = require_number(target_radius, "target_radius", least=0) + setting.distance
     parts = []
     verdicts = []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core.errors import InputError, one_line
+from equipoise.core import InputError, one_line
 from equipoise.core.files import resolve
 from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead

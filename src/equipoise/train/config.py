@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from equipoise.checkpoints.builders import registered
-from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
+from equipoise.core import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import SPEC, explain, read_bounded, resolve
 from equipoise.data.dataset import Layout
 

@@ -20,8 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from equipoise.checkpoints import tensor_bytes
-from equipoise.core import files
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, files
 from equipoise.core.files import (
     Count,
     Digest,

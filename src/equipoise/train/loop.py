@@ -20,9 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides, one_line
 from equipoise.core.files import atomic_write
-from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit

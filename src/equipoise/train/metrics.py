@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.accuracy import certified_at
-from equipoise.core.errors import Refused
+from equipoise.core import Refused, certified_at
 from equipoise.train.config import Document, Metrics
 from equipoise.train.losses import Classification, Task
 from equipoise.train.processes import from_all, rank, world

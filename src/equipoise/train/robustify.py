@@ -10,9 +10,8 @@ import torch
 
 from equipoise.checkpoints import load_model
 from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, deflate
 from equipoise.core.files import atomic_write, read_json
-from equipoise.core.precision import deflate
 from equipoise.nn.models import MODELS
 from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import Part, build_data, require_fit

@@ -427,7 +427,7 @@ class Certifier:
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
                 row["margin"] = float(evaluated[n, k])
-            if row["method"] == UNPROVED:
+            if row["method"] == UNPROVED and not self.rounding.unknown:
                 self._say(
                     "some inputs are classified as labelled with nothing proved: the rounding of a float64 pass may exceed their "
                     "margins, or the network has no finite bound"

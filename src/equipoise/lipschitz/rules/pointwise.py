@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import inflate
+from equipoise.core import inflate
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
 from equipoise.maps.pointwise import (
     TABLE,

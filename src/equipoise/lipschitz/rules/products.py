@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from equipoise.core.precision import deflate, inflate
+from equipoise.core import deflate, inflate
 from equipoise.lipschitz.operations import Normalised, Opaque, Product, Term
 from equipoise.lipschitz.rules.registry import (
     BALL,

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Join, Largest, Map, Own, Sorted
+from equipoise.core import (
+    Bracket,
+    Shape,
+    full_precision,
+    inflate,
+)
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
@@ -172,7 +176,7 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     return _linear_step(call, x, matrices, label, map, 1 + rounding)
 
 
-def _along(call: Call, sizes: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+def _along(call: Call, sizes: Shape, axis: int, dtype: torch.dtype) -> Tensor:
     """The operation on every unit vector of one axis, constant along the others: (in, out, the others)."""
     n = sizes[axis]
     shape = [n, 1, *[1] * len(sizes)]
@@ -207,7 +211,7 @@ for _d in (1, 2, 3):
     for _name in _UPSAMPLERS:
         if f"{_d}d" in _name:
             rule(f"aten.{_name}.vec", f"aten.{_name}.default")(
-                functools.partial(_resampling, d=_d, label="resampling", map=Own())
+                functools.partial(_resampling, d=_d, label="resampling", map=Opaque())
             )
 
 

@@ -10,18 +10,27 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import Bound, Bracket, as_upper
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import deflate, float64, frobenius, inflate
+from equipoise.core import (
+    Bound,
+    Bracket,
+    InputError,
+    Refused,
+    Shape,
+    as_upper,
+    deflate,
+    flat_tensors,
+    float64,
+    frobenius,
+    inflate,
+    one_line,
+    require_one_of,
+)
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import Lookup, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
-Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R; smoothing (`certify`) needs no bound"
 

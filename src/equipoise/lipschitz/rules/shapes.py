@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import inflate
+from equipoise.core import inflate
 from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
