@@ -2,7 +2,7 @@
 
 One engine, three bounds, from cheap to tight; the least counts:
 
-* *boxes* (`enclose`), for every program: local gains layer by layer, neurons that cannot move dropped;
+* *boxes* (`enclose`), for every program: local gains layer by layer;
 * *gradient*, where the network is affine up to pointwise activations and max pooling: with reference slopes s of every
   activation on the ball, secant slopes within w of them, `‖δf‖ ≤ (‖J‖ + Σ_i ‖G_i diag(w_i)‖·L_i)‖δx‖`, J the Jacobian and
   G_i the derivative by activation i of the reference network, L_i a local bound of what enters it;
@@ -104,7 +104,7 @@ def local_lipschitz(
     >>> b.lower.shape, bool((b.lower <= b.upper).all())
     (torch.Size([4]), True)
 
-    References: Yang et al. 2020 (empirical local Lipschitz constant); Huang et al. 2021 (local bounds by pruning).
+    References: Yang et al. 2020 (empirical local Lipschitz constant).
     """
     x = as_batch(x)
     require_positive(radius=radius, rtol=rtol)
