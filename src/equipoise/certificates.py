@@ -158,7 +158,7 @@ def write_smoothing(
     for index in np.flatnonzero(certificate.radius > 0):
         order = plan.partition.order[index]
         counts = votes.estimation[index, order]
-        seen = votes.selection[index, order]
+        selection_votes = votes.selection[index, order]
         radius = float(certificate.radius[index]) * _MARGIN
         row: dict[str, Any] = {
             "input": int(index),
@@ -169,7 +169,7 @@ def write_smoothing(
             weight, ends = joint_cells(
                 counts[:1],
                 votes.draws[index : index + 1],
-                (seen[:1], seen[1:2], seen.sum(keepdims=True)),
+                (selection_votes[:1], selection_votes[1:2], selection_votes.sum(keepdims=True)),
             )
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
@@ -660,8 +660,8 @@ def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Functions of one number, and sorting, with PyTorch's arguments."""
     name = _name(node).replace("hardtanh", "clamp")
     ends = {"min": -1e99, "max": 1e99}
-    given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
-    rest: Any = {key: ends[key] if value is None else value for key, value in given.items()}
+    limits = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
+    rest: Any = {key: ends[key] if value is None else value for key, value in limits.items()}
     writer.emit(node, name, [a["self"]], **rest)
 
 

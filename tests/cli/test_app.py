@@ -95,7 +95,7 @@ def test_output_that_cannot_be_written_is_no_success(to):
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("line", ["norm --json --nope", "nrom --json", "selfcheck --json --minutes x", "norm --json"])
+@pytest.mark.parametrize("line", ["norm --json --nope", "nrom --json", "selfcheck --json --seed -1", "norm --json"])
 def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
     done = shell(f"equipoise {line}")
     assert done.returncode == 2

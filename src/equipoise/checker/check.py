@@ -515,7 +515,8 @@ def run(check):
     try:
         proved = check(sys.argv[1])
     except Rejected as error:
-        sys.exit(f"REJECTED: {error}")
+        # control characters of a name could hide this
+        sys.exit("REJECTED: " + "".join(filter(str.isprintable, str(error))))
     except Exception as error:  # a malformed bundle is rejected, whatever it breaks
         sys.exit(f"REJECTED: malformed bundle, {error!r:.300}")
     print("\n  ".join(["ACCEPTED", *proved]))

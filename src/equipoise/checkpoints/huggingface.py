@@ -19,6 +19,7 @@ from equipoise.core import (
     InputError,
     Refused,
     Shape,
+    optional,
     unlogged,
 )
 from equipoise.core.files import guarded, open_weights
@@ -71,13 +72,7 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
         config: its `config.json`, as JSON gives it.
     """
     where = str(folder / "config.json")
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            f"{where} is a Hugging Face model, which needs transformers: pip install transformers"
-        ) from error
-
+    transformers = optional("transformers", "text")
     family = _FAMILIES.get(str(config.get("model_type")))
     name = f"{family}ForImageClassification"
     if family is None or (config.get("architectures") or [name]) != [name]:

@@ -31,16 +31,21 @@ def complain(sentence: str) -> None:
     say(f"equipoise: {sentence}", style="red")
 
 
+def visible(text: str) -> str:
+    """The text with control characters written out: those of a name in a file could hide what else is printed."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def say(text: str, style: str | None = None) -> None:
     """A remark on stderr, as it is."""
-    messages().print(text, markup=False, style=style, soft_wrap=True)
+    messages().print(visible(text), markup=False, style=style, soft_wrap=True)
 
 
 def tell(*lines: str) -> None:
     """Lines of a result on stdout, as they are."""
     console = results()
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(visible(line), markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -71,7 +76,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         numeric = all(set(row[column]) <= NUMERIC for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(visible, row.values()))
     results().print(table, markup=False)
 
 

@@ -22,7 +22,7 @@ def curvature(
     what: Annotated[
         str, typer.Option(help="measure any of top,trace,density,sharpness")
     ] = "top,trace",
-    seed: Annotated[int, typer.Option(help="seed the random vectors")] = 0,
+    seed: Annotated[int, typer.Option(help="seed the random vectors", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Measure the Hessian of the loss: top eigenvalue, trace, density, sharpness.

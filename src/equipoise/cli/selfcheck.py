@@ -24,7 +24,7 @@ def selfcheck(
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="look for violations this long")] = 1.0,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="draw other operators by another seed")] = 0,
+    seed: Annotated[int, typer.Option(help="draw other operators by another seed", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.

@@ -4,6 +4,9 @@ The names are imported from here; `core.files`, which needs pydantic, is importe
 """
 
 from equipoise.core.accuracy import (
+    Floats,
+    Ints,
+    Mask,
     average_certified_radius,
     certified_accuracy,
     certified_at,
@@ -32,6 +35,7 @@ from equipoise.core.errors import (
     Refused,
     did_you_mean,
     one_line,
+    optional,
     unlogged,
 )
 from equipoise.core.modules import (
@@ -63,8 +67,11 @@ __all__ = [
     "Bound",
     "Bracket",
     "EquipoiseError",
+    "Floats",
     "InputError",
+    "Ints",
     "Kind",
+    "Mask",
     "Refused",
     "Shape",
     "as_upper",
@@ -89,6 +96,7 @@ __all__ = [
     "inflate",
     "is_unmodified",
     "one_line",
+    "optional",
     "percent",
     "require_counts",
     "require_eval",

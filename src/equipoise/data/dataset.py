@@ -14,6 +14,7 @@ from torch import Tensor
 
 from equipoise.core import (
     InputError,
+    Ints,
     Shape,
     fresh_strides,
     one_line,
@@ -21,7 +22,6 @@ from equipoise.core import (
 from equipoise.core.files import Digest, guarded
 
 Array = NDArray[Any]
-Ints = NDArray[np.int64]
 Names = tuple[str, str]
 Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 

@@ -115,7 +115,7 @@ def lower_ends(
         for a, b in pairs:
             best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
         reached = max(float(stretch(f, a, b).max()) for a, b in pairs)
-    if reached and not bool((best > 0).all()):
+    if reached and not (best > 0).all():
         note = (
             "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs "
             f"stretch by {reached:.3g} (an estimate)"

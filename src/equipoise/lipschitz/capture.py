@@ -138,7 +138,7 @@ def as_batch(x: Any) -> Tensor:
             f"expected the one input of a network, got {len(examples)} tensors: fix the others inside the model, or use "
             "lipschitz_bound, which takes several"
         )
-    if examples[0].dim() < 2 or not bool(torch.isfinite(examples[0]).all()):
+    if examples[0].dim() < 2 or not torch.isfinite(examples[0]).all():
         raise InputError(
             f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}"
         )

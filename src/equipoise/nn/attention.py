@@ -293,7 +293,7 @@ class ConvexAttention(CPL):
         norm = upper_near_one(self.inner(U), None)
         total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
         t = inflate(total * norm**2)
-        value = math.sqrt(1 + t) if t <= 1 and bool((weights >= 0).all()) else 1 + 2 * t
+        value = math.sqrt(1 + t) if t <= 1 and (weights >= 0).all() else 1 + 2 * t
         # √½ in the dtype of the weights is off by a unit roundoff
         value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
         return Bound(inflate(value), Kind.UPPER, "causal convex attention")

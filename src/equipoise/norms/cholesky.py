@@ -426,7 +426,7 @@ def bracket_of_gram(
             return float(rayleigh_lower(A, v))
         w = v.double() / torch.linalg.vector_norm(v.double())
         rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
-        return deflate(math.sqrt(max(0.0, float(w @ (G @ w)) - rounding - error)))
+        return deflate(math.sqrt(max(0.0, float(w @ (G.double() @ w)) - rounding - error)))
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())

@@ -97,7 +97,8 @@ class Search:
     """
 
     def __init__(self, symbol: Symbol, tol: float, budget: int, enough: float = 0.0) -> None:
-        self.symbol, self.tol, self.budget = symbol, tol, budget
+        self.symbol, self.budget = symbol, budget
+        self.tol = min(tol, 1e100)  # its square is a float
         self.enough = enough
         self.c = symbol.kernel.shape[2]
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]

@@ -4,7 +4,6 @@ Only the protocol buffer itself and the files of weights that lie beside it are 
 operator domains and number formats that round (float16, bfloat16, quantized) are refused by name.
 """
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from equipoise.core import (
     Refused,
     Shape,
     one_line,
+    optional,
 )
 from equipoise.core.files import open_regular
 
@@ -99,12 +99,7 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
         name: what error messages call it.
         folder: where files of weights beside it are looked for; None refuses them.
     """
-    try:
-        onnx = importlib.import_module("onnx")
-    except ImportError as error:
-        raise InputError(
-            "reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'"
-        ) from error
+    onnx = optional("onnx", "onnx")
     try:
         model = onnx.ModelProto.FromString(data)
     except Exception as error:  # protobuf's classes of errors differ between its versions

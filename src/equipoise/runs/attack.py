@@ -63,8 +63,8 @@ class AttackSummary:
             f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} broke (the power of the attack)",
         ]
         for v in self.broken:
-            radius = format_down(v.radius, 6)
-            distance = format_down(v.distance, 6)
+            radius = format_down(v.radius)
+            distance = format_down(v.distance)
             lines.append(
                 f"VIOLATION at input {v.id}: certified radius {radius}, broken at {distance}"
             )

@@ -23,7 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core import (
+    Floats,
     InputError,
+    Ints,
+    Mask,
     Refused,
     as_upper,
     average_certified_radius,
@@ -47,16 +50,13 @@ from equipoise.runs.store import (
 )
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
-from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
+from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
 from equipoise.smoothing.procedures import (
-    Ints,
-    Mask,
     Partition,
     Procedure,
     find_procedure,
 )
-from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import map_smoothness
 
 STATUSES = ("wrong", "right, not certified", "certified", "abstained", "failed")
@@ -207,10 +207,10 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _votes(settings: Settings, rows: list[Row]) -> Votes | Stopped:
+def _votes(settings: Settings, rows: list[Row]) -> Votes:
     names = ("selection", "estimation", "draws")
-    votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
-    return Stopped(votes, settings.target_radius) if settings.target_radius else votes
+    first, second, draws = (np.array([getattr(r, n) for r in rows], np.float64) for n in names)
+    return Votes(first, second, draws, settings.target_radius)
 
 
 def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
@@ -347,7 +347,7 @@ class Run:
             members = [rows[i] for i in places]
             if manifest.scored and row.soft:
                 network = manifest.stretched(constant)
-                sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+                sample: Scores | Votes = _scores(manifest, members, row, network)
             else:
                 sample = _votes(settings, members)
             parts = [(places, derive(sample, row, noise.setting(alpha, "")))]
@@ -503,12 +503,12 @@ class Run:
         ):
             own = ("rival", "method") if self.kind == "proved" else ("draws",)
             record = row.model_dump(include={"id", "position", "label"})
-            record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
+            record |= {"answer": int(answer), "status": status, "radius": format_down(radius)}
             record |= {name: getattr(row, name) for name in own}
             if self.settings.epsilon is not None:
                 record["verdict"] = self.verdict(row)
             if self.settings.deployed:
-                record["deployed"] = format_down(row.deployed or 0.0, 6)
+                record["deployed"] = format_down(row.deployed or 0.0)
             records.append(record | {"failure": row.failure or ""})
         return records
 

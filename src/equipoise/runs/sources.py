@@ -25,6 +25,7 @@ from equipoise.checkpoints.sources import program_input
 from equipoise.core import (
     EquipoiseError,
     InputError,
+    Ints,
     Refused,
     Shape,
     fresh_strides,
@@ -34,7 +35,6 @@ from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
 

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import InputError, as_upper
+from equipoise.core import (
+    Floats,
+    InputError,
+    Mask,
+    as_upper,
+)
 from equipoise.smoothing.intervals import (
     OneSide,
     betting,
@@ -21,7 +26,6 @@ from equipoise.smoothing.intervals import (
     lipschitz_interval,
 )
 from equipoise.smoothing.procedures import (
-    Mask,
     Partition,
 )
 from equipoise.smoothing.radii import (
@@ -31,7 +35,6 @@ from equipoise.smoothing.radii import (
     radius_multi,
     radius_multi_lipschitz,
 )
-from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError, average_certified_radius, certified_accuracy, one_line
-from equipoise.core.files import read_bounded
-from equipoise.smoothing.procedures import (
+from equipoise.core import (
+    Floats,
+    InputError,
     Ints,
     Mask,
+    average_certified_radius,
+    certified_accuracy,
+    one_line,
 )
-from equipoise.smoothing.ramp import Floats
+from equipoise.core.files import read_bounded
 
 ABSTAIN = -1
 
@@ -122,7 +125,7 @@ def read_log(path: str | Path) -> CertificationLog:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
     if len(lines) < 2:
         raise InputError(f"{path}: the log has no rows")
-    kinds: Any = list(_COLUMNS.items())
+    kinds = list(_COLUMNS.items())
     try:
         rows = np.loadtxt(lines[1:], kinds, comments=None, delimiter="\t", ndmin=1)
     except (ValueError, OverflowError) as error:

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from equipoise.core import (
     POSITIVE,
+    Floats,
     InputError,
+    Mask,
     require_images,
     require_labels,
     require_module,
@@ -39,8 +41,9 @@ from equipoise.core import (
 )
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.noise import NoiseName, Sigma, Stream, fresh_seed
-from equipoise.smoothing.procedures import Mask
-from equipoise.smoothing.ramp import Floats, quantile
+from equipoise.smoothing.ramp import (
+    quantile,
+)
 
 _EPS = 2.0**-46  # more than the relative error of Φ, over (1 + x²), and of the operations around it
 

@@ -14,7 +14,9 @@ from scipy.special import ndtr
 
 from equipoise.core import (
     POSITIVE,
+    Floats,
     InputError,
+    Mask,
     Shape,
     require_number,
     require_one_of,
@@ -36,13 +38,11 @@ from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.planning import Plan, TargetTest, plan_counts, plan_scores
 from equipoise.smoothing.procedures import (
     DEFAULT,
-    Mask,
     Partition,
     Procedure,
     find_procedure,
     one_against_rest,
 )
-from equipoise.smoothing.ramp import Floats
 
 _ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws", "direct")
 
@@ -75,11 +75,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Votes:
-    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class)."""
+    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class).
+
+    With a `target` the draws of each input were stopped by looking at them, at that radius.
+    """
 
     selection: Floats
     estimation: Floats
     draws: Floats
+    target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,7 @@ class Scores:
     kept: Floats | None = None
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """Votes of inputs that stopped by looking at their draws, at a target radius."""
-
-    votes: Votes
-    target: float
-
-
-def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -> Certificates:
+def derive(sample: Votes | Scores, row: Procedure, setting: Setting) -> Certificates:
     """Certificates of N inputs, each wrong with probability at most alpha over the estimation draws.
 
     Guarantee: for any selection sample independent of the estimation sample, and any procedure whose shares are valid;
@@ -111,12 +107,12 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
         row: the procedure.
         setting: noise, risk and description.
     """
-    if isinstance(sample, Stopped):
-        return _stopped(sample, row, setting)
     if isinstance(sample, Scores):
         plan = sample.plan
         draws = sample.moments.n
         bounds = _score_bounds(sample, setting)
+    elif sample.target is not None:
+        return _stopped(sample, sample.target, row, setting)
     else:
         plan = plan_votes(sample, row, setting)
         draws = sample.draws
@@ -191,22 +187,22 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     return bounds
 
 
-def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
+def _stopped(sample: Votes, target: float, row: Procedure, setting: Setting) -> Certificates:
     """An e-value against the target radius at the moment each input stopped, valid at any time."""
-    partition = one_against_rest(sample.votes.selection)
+    partition = one_against_rest(sample.selection)
     ranked, counts = (
         np.take_along_axis(v, partition.order, axis=1)
-        for v in (sample.votes.selection, sample.votes.estimation)
+        for v in (sample.selection, sample.estimation)
     )
-    draws = sample.votes.draws
-    goal = sample.target + setting.distance
+    draws = sample.draws
+    goal = target + setting.distance
     low = np.zeros(len(draws))
     radius = np.zeros(len(draws))
     for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], goal, setting.noise)
         if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
             low[k] = test.claimed
-            radius[k] = sample.target
+            radius[k] = target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
     direct = np.zeros(len(draws), dtype=bool)
     reached = replace(setting, distance=0.0)

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betainc, betaincinv, betaln
 
-from equipoise.core import InputError
-from equipoise.smoothing.ramp import Floats
+from equipoise.core import (
+    Floats,
+    InputError,
+)
 
 Side = Literal["lower", "upper", "both"]
 OneSide = Literal["lower", "upper"]

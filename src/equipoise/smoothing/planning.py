@@ -17,7 +17,11 @@ from typing import Any
 import numpy as np
 from scipy.special import betaincinv, ndtr, ndtri
 
-from equipoise.core import InputError
+from equipoise.core import (
+    Floats,
+    InputError,
+    Mask,
+)
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -32,14 +36,12 @@ from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, 
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.procedures import (
     Build,
-    Mask,
     Option,
     Partition,
     Procedure,
     one_against_rest,
 )
 from equipoise.smoothing.radii import radius_mono, radius_multi
-from equipoise.smoothing.ramp import Floats
 
 _QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely values of an unknown share
 
@@ -53,7 +55,7 @@ class Plan:
         direct: where margins are bounded directly.
         top: share of α for the class.
         rival: share of α for each rival.
-        hoped: the expected radius.
+        expected: the expected radius.
         shift: mean bucket scores, to center moments with.
         joint: where votes of class and rival are tested together.
     """
@@ -62,7 +64,7 @@ class Plan:
     direct: Mask
     top: Floats
     rival: Floats
-    hoped: Floats
+    expected: Floats
     shift: Floats
     joint: Mask
 

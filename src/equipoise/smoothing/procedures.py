@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 import numpy as np
-from numpy.typing import NDArray
 
-from equipoise.core import InputError, Refused
-from equipoise.smoothing.ramp import Floats
-
-Ints = NDArray[np.int64]
-#: one truth value per input, or per bucket
-Mask = NDArray[np.bool_]
+from equipoise.core import (
+    Floats,
+    InputError,
+    Ints,
+    Mask,
+    Refused,
+)
 
 
 @dataclass(frozen=True)

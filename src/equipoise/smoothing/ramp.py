@@ -15,10 +15,10 @@ Model of the special functions: `ndtr`, `ndtri`, `exp` of scipy and numpy are ta
 import math
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri
 
-Floats = NDArray[np.float64]
+from equipoise.core import Floats
 
 _EPS = 2.0**-48  # relative error allowed to a special function, times (1 + x²) in the tail
 _ROUND = 2.0**-50  # a handful of rounded operations

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from equipoise.core import (
     CLASS_NUMBERS,
     InputError,
+    Ints,
     describe,
     gamma,
     inflate,
@@ -40,7 +41,6 @@ from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.derive import certify_counts
 from equipoise.smoothing.margins import margin_radius
 from equipoise.smoothing.noise import Stream, philox
-from equipoise.smoothing.procedures import Ints
 
 
 def certified_substitutions(
@@ -139,7 +139,6 @@ class _Ablated(SmoothedClassifier):
 
     kept: int
     hidden: float
-    dtype = torch.bool  # of the buffer
 
     def _law(self, x: Tensor) -> Any:
         return self
@@ -179,8 +178,8 @@ class AblatedClassifier:
     ...         positive = tokens.sum(1) > 0
     ...         return torch.stack([~positive, positive], 1).double()
     >>> classifier = AblatedClassifier(Positive().eval(), kept=5, num_classes=2, seed=0)
-    >>> found = classifier.certify(torch.ones(1, 100, dtype=torch.long))
-    >>> found.prediction.tolist(), found.substitutions.tolist()
+    >>> certificates = classifier.certify(torch.ones(1, 100, dtype=torch.long))
+    >>> certificates.prediction.tolist(), certificates.substitutions.tolist()
     ([1], [12])
     """
 

@@ -210,7 +210,7 @@ def division(call: Call) -> Step:
 
 
 def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
-    if not bool(torch.isfinite(c).all()):
+    if not torch.isfinite(c).all():
         call.refuse("the constant factor is not finite", "check the constants (a variance < 0?)")
     top = largest(c)
     top = inflate(top) if rounded else top

@@ -109,7 +109,7 @@ class Step:
         return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
 
 
-def carried(
+def range_step(
     x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf
 ) -> Step:
     """The step of an operation that is 0 at 0, and whose entries never leave the range of those of x.
@@ -128,7 +128,7 @@ def carried(
 
 def unchanged(x: Signal) -> Step:
     """The step of an operation that is the identity here: a cast, dropout in evaluation."""
-    return carried(x, 1.0, "identity", Copy(same=True, traced=True), x.row)
+    return range_step(x, 1.0, "identity", Copy(same=True, traced=True), x.row)
 
 
 class Call:
@@ -357,7 +357,7 @@ def as_signal(call: "Call", c: Tensor) -> Signal:
     return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), low)
 
 
-def chosen(
+def choice_step(
     call: "Call", values: Iterable[Any], label: str, map: Map | None = None, *, spread: bool = True
 ) -> Step:
     """The step of an operation that takes every entry of its result from one of its operands.
