@@ -239,27 +239,15 @@ def forward_values(net, x):
     return Rounding(propagate(capture(net, x[:1]), None, cache=cache), cache).evaluate(x)
 
 
-def transformer(attention: nn.Module, norm: nn.Module) -> nn.Module:
-    def run(m, x):
-        tokens = m.patches(x.unflatten(1, (5, 6)))
-        return m.last(attend(m, m.norm(tokens)).mean(1))
-
-    def attend(m, y):
-        if isinstance(m.attention, nn.MultiheadAttention):
-            return y + m.attention(y, y, y, need_weights=False)[0]
-        return m.attention(y)
-
-    parts = {"patches": nn.Linear(6, 4), "norm": norm, "attention": attention, "last": nn.Linear(4, 3)}
-    return Op(run, **parts).eval()
-
-
 @pytest.mark.parametrize("kind", ["transformer", "1-Lipschitz"])
 def test_attention_and_normalisation_have_radii(kind):
     """They had none: the rounding of their forward pass was not bounded."""
     torch.manual_seed(0)
     plain = kind == "transformer"
-    attention = nn.MultiheadAttention(4, 2, batch_first=True) if plain else eq.nn.ConvexAttention(4, heads=2)
-    net, x = transformer(attention, nn.LayerNorm(4) if plain else nn.Identity()), torch.randn(4, 30)
+    block = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, norm_first=True)
+    own = nn.Sequential(eq.nn.ConvexAttention(6, heads=2), eq.nn.ConvexAttention(6, heads=2))
+    layers = nn.Unflatten(1, (5, 6)), block if plain else own, nn.Flatten(), nn.Linear(30, 3)
+    net, x = nn.Sequential(*layers).eval(), torch.randn(4, 30)
     found = eq.certified_radius(net, x)
     assert set(found.methods) == {"boxes" if plain else "pairs"}
     assert (found.radius > 1e-4).all()

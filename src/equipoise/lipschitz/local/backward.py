@@ -29,6 +29,8 @@ from equipoise.lipschitz.local.graph import Activation, Affine, Network
 Norm = Literal["l2", "linf", "l1"]
 #: entries of a batch of rows at the widest node (float64)
 ENTRIES = 30_000_000
+#: differences are sharpened for layers whose rows fit in this many entries
+SHARP = 1_000_000
 _U = 2.0**-53
 _TINY = 1e-290  # more than underflow can take off: a difference that vanishes in float64 is not 0
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
@@ -132,6 +134,8 @@ def enclose_ball(
         if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
             return None
         if k in read:
+            if time.process_time() < deadline:
+                _sharpen(ball, k)
             for bound in bounds:
                 _refine(ball, k, bound, deadline)
     return ball
@@ -240,16 +244,47 @@ def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
         ball.narrow(k, part, bounds(ball, k, torch.cat([unit, -unit])))
 
 
-def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False) -> Slopes:
+def _sharpen(ball: Ball, k: int) -> None:
+    """Bound the differences of node k by one linear map and what may switch before it: a product of layers forgets both."""
+    network = ball.network
+    if (
+        ball.norm != "l2"
+        or network.sizes[k] * network.widest > SHARP
+        or not ball.lines
+        or not ball.total[k] > 0
+    ):
+        return
+    slopes = slope_ranges(ball, before=k)
+    moved = torch.zeros(network.sizes[k], dtype=torch.float64)
+
+    def through(i: int, A: Tensor) -> tuple[Tensor, None]:
+        middle, width = slopes[i]
+        moved.add_(A.abs() @ (width * ball.lip[network.activations[i].source]))
+        return A * middle, None
+
+    unit = torch.eye(network.sizes[k], dtype=torch.float64)
+    A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
+    ball.lip[k] = torch.minimum(ball.lip[k], inflate((dual_norm(A, "l2") + moved + error) * _WIDER))
+    ball.total[k] = min(
+        ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER)
+    )
+
+
+def slope_ranges(
+    ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None
+) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
     Args:
         ball: with all pre-activations enclosed, as far as they are asked for.
         inner: a smaller ball around the same point, in which one of the two inputs lies.
         anchored: one of the two inputs is the centre.
+        before: activations with a larger index are left out.
     """
     found: Slopes = {}
     for k, node in ball.network.activations.items():
+        if before is not None and k > before:
+            break
         s = node.source
         near = (ball.low[s], ball.high[s])
         if anchored:

@@ -226,9 +226,8 @@ class LocalBound:
 
         n = count_switching(slopes)
         if n > (SWITCHING if self.effort == "auto" else MOST):
-            guess = 30 * 12 * n**3 / 1e10
             more = "effort='multipliers' tries" if n <= MOST else "a smaller radius has fewer"
-            self.say(f"no multipliers: {n:,} neurons may switch, some {guess:,.0f} s; {more}")
+            self.say(f"no multipliers: {n:,} neurons may switch; {more}")
             return best
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
         found = best_multipliers(reduced_maps(ball, slopes, outputs), deadline=deadline)
