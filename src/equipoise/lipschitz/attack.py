@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from equipoise.core.checks import require_module
 from equipoise.core.errors import one_line
-from equipoise.core.modules import flat_tensors
+from equipoise.core.modules import flat_outputs
 from equipoise.core.precision import inflate
 
 #: outputs of a batch, one row per sample
@@ -75,8 +75,8 @@ def attack(
 
     def run(row: Tensor) -> Tensor:
         parts = zip(row.split(sizes), examples, strict=True)
-        outputs = flat_tensors(network(*(part.reshape(x.shape).clone() for part, x in parts)))
-        return torch.cat([t.flatten() for t in outputs if t.is_floating_point()])
+        outputs = flat_outputs(network(*(part.reshape(x.shape).clone() for part, x in parts)))
+        return torch.cat([t.flatten() for t in outputs])
 
     def rows(x: Tensor) -> Tensor:
         return torch.stack([run(row) for row in x])

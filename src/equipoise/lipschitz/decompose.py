@@ -143,7 +143,7 @@ def _root_mean_square(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | 
         return None
     for x, size in (node.args, node.args[::-1]) if multiplied else (node.args,):
         inner = _under_root(size, -0.5 if multiplied else 0.5)
-        if not isinstance(x, fx.Node) or not aten_name(inner).startswith("add."):
+        if not isinstance(x, fx.Node) or not aten_name(inner).startswith("add.") or inner.kwargs:
             continue
         mean, eps = inner.args
         if isinstance(eps, float) and eps > 0 and _is_mean_of_squares(mean, x):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.bounds import Bound, Kind, as_upper
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused
 from equipoise.core.modules import is_unmodified
 from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz.attack import attack
@@ -81,7 +81,7 @@ def find_regions(model: nn.Module, program: Any) -> tuple[Region, ...]:
         for key, path in paths.items()
         if path in blocks
     ]
-    return tuple(region for region in regions if region is not None)
+    return tuple(filter(None, regions))
 
 
 def _region(
@@ -91,7 +91,7 @@ def _region(
     moving: set[fx.Node],
     outputs: Sequence[fx.Node],
 ) -> Region | None:
-    inside = set(members)
+    inside = frozenset(members)
     entering = {i for n in members for i in n.all_input_nodes if i not in inside and i in moving}
     leaving = [
         n for n in members if n in outputs or any(u in moving and u not in inside for u in n.users)
@@ -105,9 +105,9 @@ def _region(
     if bound is None:
         return None
     kind, declared = type(module).__name__, bound.method == _DECLARED
-    method, name = bound.method or "own bound", path or kind
-    limit, inner = as_upper(bound), frozenset(inside)
-    region = Region(source, output, limit, name, kind, method, inner, declared=declared)
+    method = bound.method or "own bound"
+    limit = as_upper(bound)
+    region = Region(source, output, limit, path or kind, kind, method, inside, declared=declared)
     token_upper: Any = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
@@ -124,7 +124,7 @@ def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
     try:
         with torch.no_grad():
             bound = module.lipschitz_upper(tuple(value.shape[1:]))
-    except Refused:
+    except EquipoiseError:
         return None
     if not isinstance(bound, Bound) or bound.kind is not Kind.UPPER:
         raise InputError(

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from equipoise.core.checks import require_module, require_one_of
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating, hooked, is_unmodified
+from equipoise.core.modules import evaluating, hooked, is_unmodified, run_on
 from equipoise.maps.reading import module_kind
 from equipoise.nn import rescaling
 from equipoise.nn.activations import Contracted, steepness
@@ -312,11 +312,12 @@ def _exported(path: str, layer: nn.Module) -> nn.Module:
 
 def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
     """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
-    for part in model.modules():
-        if isinstance(part, Computed):
-            part._cache.clear()
-    with evaluating(model), torch.no_grad():
-        model(*inputs)
+    parts = [part for part in model.modules() if isinstance(part, Computed)]
+    for part in parts:
+        part._cache.clear()
+    if parts:
+        with evaluating(model):
+            run_on(model, inputs)
 
 
 def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:

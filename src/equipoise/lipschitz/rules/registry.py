@@ -250,7 +250,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 def _is_complex(node: fx.Node) -> bool:
     """Whether the node reads or makes complex numbers."""
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return any(t.is_complex() for v in values for t in flat_tensors(v))
+    return any(t.is_complex() for t in flat_tensors(values))
 
 
 def _name(target: Any) -> str:
