@@ -104,10 +104,12 @@ def _region(
     bound = _declared_bound(module, path, x) if floats and x.dim() >= 2 else None
     if bound is None:
         return None
-    kind, declared = type(module).__name__, bound.method == _DECLARED
+    kind = type(module).__name__
     method = bound.method or "own bound"
-    limit = as_upper(bound)
-    region = Region(source, output, limit, path or kind, kind, method, inside, declared=declared)
+    declared = method == _DECLARED
+    region = Region(
+        source, output, as_upper(bound), path or kind, kind, method, inside, declared=declared
+    )
     token_upper: Any = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
