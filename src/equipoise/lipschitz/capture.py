@@ -88,8 +88,6 @@ def require_module(model: Any) -> None:
     """Refuse what is no module, is quantised, or is in training mode."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
-    if any(map(nn.parameter.is_lazy, model.parameters())):
-        raise InputError("lazy layers have no weights yet: run a forward pass of the model first")
     matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
     for path, module in model.named_modules():
         if "quantized" in type(module).__module__:
@@ -138,17 +136,17 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
 
 def as_batch(x: Any) -> Tensor:
     """The inputs of a network with one input: a finite float tensor with a batch dimension, or a tuple of one."""
-    examples = as_examples(x, "x")
-    if len(examples) != 1:
+    batch, *others = as_examples(x, "x")
+    if others:
         raise InputError(
-            f"expected the one input of a network, got {len(examples)} tensors: fix the others inside the model, or use "
+            f"expected the one input of a network, got {len(x)} tensors: fix the others inside the model, or use "
             "lipschitz_bound, which takes several"
         )
-    if examples[0].dim() < 2 or not bool(torch.isfinite(examples[0]).all()):
+    if batch.dim() < 2 or not bool(torch.isfinite(batch).all()):
         raise InputError(
-            f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}"
+            f"x needs a batch dimension and finite values, got shape {tuple(batch.shape)}"
         )
-    return examples[0]
+    return batch
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -481,9 +481,9 @@ def register(
         options: of the parametrization.
     """
     tensor = getattr(module, name, None)
-    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor) or not tensor.numel():
+    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
         raise InputError(
-            f"{type(module).__name__} has no tensor {name!r}, or an empty one; run a forward pass first if it is lazy"
+            f"{type(module).__name__} has no tensor {name!r}; run a forward pass first if it is lazy"
         )
     if parametrize.is_parametrized(module, name):
         raise InputError(

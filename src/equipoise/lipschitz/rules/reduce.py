@@ -279,8 +279,8 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     if node.target is operator.getitem:
         node = node.args[0]
     name = aten_name(node)
-    known = name in _LARGER + _SMALLER and not node.kwargs
-    operands = [call.lookup(n) for n in node.all_input_nodes] if known else []
+    compared = node.all_input_nodes if name in _LARGER + _SMALLER else []
+    operands = [call.lookup(n) for n in compared]
     match operands:
         case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
             of: Any = frozenset(_identity(node.args))
