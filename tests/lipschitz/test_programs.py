@@ -180,26 +180,6 @@ def test_numbers_that_are_none_are_refused_by_name(value):
             lipschitz_bound(Op(function).eval(), torch.ones(1, 4))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.softmax(1)[:, 0],
-        lambda x: x * torch.rsqrt((x * x).mean(-1, True) + 0.1),
-        lambda x: x - x.mean(1, keepdim=True),
-        lambda x: F.interpolate(F.normalize(x, eps=0.1)[:, None], scale_factor=2.0) + 0,
-    ],
-)
-def test_arguments_by_name_are_those_by_place(function):
-    net, x = Op(function).eval(), torch.randn(1, 4)
-    program = torch.export.export(net, (x,))
-    for node in program.graph.nodes:
-        if hasattr(node.target, "_schema"):
-            names = [argument.name for argument in node.target._schema.arguments]
-            node.kwargs = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            node.args = ()
-    assert lipschitz_bound(program).upper == lipschitz_bound(net, x).upper
-
-
 def test_masks_before_a_softmax_are_fine():
     def masked(x):
         scores = x @ torch.ones(1, 4, 4) / 9 + torch.full((4, 4), -math.inf).triu(1)

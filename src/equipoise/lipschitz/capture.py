@@ -6,8 +6,6 @@ functional forms (`ExportedProgram.run_decompositions`). Data-dependent control 
 are changes of parameters and buffers, training mode, and reduced precision.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -23,10 +21,17 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
-from equipoise.core.modules import flat_outputs, flat_tensors, run_on
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    flat_outputs,
+    flat_tensors,
+    one_line,
+    run_on,
+    unlogged,
+)
 from equipoise.lipschitz.decompose import decompose, is_mutable
-from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where
 
@@ -70,7 +75,6 @@ def capture(
     itself gives: a check, not a proof, that the forward is the same function whether it is traced or called.
     """
     if isinstance(model, ExportedProgram):
-        require_stated_shapes(model)
         return analyse(model)
     require_module(model)
     model, stored = _in_single_precision(model)
@@ -142,7 +146,7 @@ def as_batch(x: Any) -> Tensor:
             f"expected the one input of a network, got {len(x)} tensors: fix the others inside the model, or use "
             "lipschitz_bound, which takes several"
         )
-    if batch.dim() < 2 or not bool(torch.isfinite(batch).all()):
+    if batch.dim() < 2 or not torch.isfinite(batch).all():
         raise InputError(
             f"x needs a batch dimension and finite values, got shape {tuple(batch.shape)}"
         )
@@ -461,7 +465,7 @@ def analyse(program: ExportedProgram) -> Program:
     returned.args = (returned.args[0][changed:],)
     inputs = [plain.places[n] for n in inputs]
     values: dict[fx.Node, Any] = {
-        plain.places[n]: v for n, v in lifted(program).items()
+        plain.places[n]: v for n, v in _stored(program).items()
     } | plain.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
@@ -494,6 +498,34 @@ def analyse(program: ExportedProgram) -> Program:
                 f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them"
             )
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
+
+
+def _stored(program: ExportedProgram) -> dict[fx.Node, Any]:
+    """Parameters, buffers and constants by placeholder."""
+    values: dict[fx.Node, Any] = {}
+    by_name = {n.name: n for n in program.graph_module.graph.nodes if n.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        node = by_name[spec.arg.name]
+        if spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and spec.persistent):
+            values[node] = _strided(program.state_dict[str(spec.target)])
+        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            constant = program.constants[str(spec.target)]
+            values[node] = _strided(constant) if isinstance(constant, Tensor) else constant
+        elif spec.kind is not InputKind.USER_INPUT:
+            raise Refused(
+                f"the program takes an input of kind {spec.kind.name} ({spec.arg.name}), which is not bounded"
+            )
+    return values
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Without gradients, and without a conjugation or sign that is still to be carried out."""
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise Refused(
+            f"a tensor of shape {tuple(tensor.shape)} is stored as {kind}, which no rule reads: use its to_dense()"
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 #: operations that read nothing but the shape of their first argument, or of their second

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, inflate
+from equipoise.core import frobenius, gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation
@@ -223,7 +223,7 @@ def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache
         moving = mask.flatten()
         if isinstance(form, Convolution):
             moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
-        if len(moving) == weight.shape[dim] and not bool(moving.all()):
+        if len(moving) == weight.shape[dim] and not moving.all():
             weight = weight.index_select(dim, moving.nonzero().flatten())
     if weight.numel() == 0:
         return 0.0

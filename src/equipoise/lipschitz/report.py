@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.precision import inflate, row_lengths
+from equipoise.core import format_down, format_up, inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import gamma, inflate, unit_roundoff
+from equipoise.core import gamma, inflate, unit_roundoff
 from equipoise.lipschitz.operations import (
     Average,
     Copy,

@@ -316,17 +316,20 @@ def lanczos(
     Q = start.new_zeros(min(steps, n), n)
     T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
     largest: list[float] = []
+    size = beta = 0.0
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
     for j in range(len(Q)):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        T[j, j] = torch.vdot(q, w).real
-        for _ in range(2):  # rounding brings back what the first pass takes out
-            w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        beta = torch.linalg.vector_norm(w)
-        last = j + 1 == len(Q) or float(beta) <= breakdown * float(T.diagonal().abs().amax())
+        T[j, j] = alpha = float(torch.vdot(q, w).real)
+        size = max(size, abs(alpha))
+        w = w - alpha * q - beta * Q[j - 1]
+        # rounding brings back what was taken out
+        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
+        beta = float(torch.linalg.vector_norm(w))
+        last = j + 1 == len(Q) or beta <= breakdown * size
         if last or (converged and (j + 1) % every == 0):
             values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
             largest.append(float(values[-1]))
@@ -423,7 +426,7 @@ def bracket_of_gram(
             return float(rayleigh_lower(A, v))
         w = v.double() / torch.linalg.vector_norm(v.double())
         rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
-        return deflate(math.sqrt(max(0.0, float(w @ (G @ w)) - rounding - error)))
+        return deflate(math.sqrt(max(0.0, float(w @ (G.double() @ w)) - rounding - error)))
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())

@@ -13,6 +13,7 @@ cell. Cells that are not proved are split along every axis that matters.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -21,16 +22,15 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.norms.cholesky import below, expected_loss, lanczos, random_start
-from equipoise.norms.gram import entries_norm
+from equipoise.norms.cholesky import below, random_start
 from equipoise.norms.symbol import Symbol, grid_frequencies
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
-CHUNK_BYTES = 6 * 2**20
-#: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
-MOST_LOSS = 1.4
+CHUNK_BYTES = 5 * 2**19
+#: points per group at which the search looks first, before it goes uphill
+SCOUTS = 64
 
 
 @dataclass
@@ -105,20 +105,21 @@ class Search:
         self.best = 0.0  # largest ‖E‖₂² met, an estimate that only steers
         self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
-        self.dtype, self.proof_dtype = torch.float32, torch.complex128
+        self.dtype = torch.float32
+        self.steps = 6 if tol > 5e-3 else 12 if tol > 1e-4 else 48
 
     def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
         """Maximum over the points of a grid."""
         cells = grid_cells(self.symbol, sizes)
-        self._scout(cells)
+        stride = 1 + len(cells) // (SCOUTS * self.symbol.kernel.shape[0])
+        self._scout(cells.take(cells.index[::stride]))
         self._choose_dtype()
         step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
-        for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
+        before = 0.0
+        # uphill on the grid: a good first target saves proving everything twice
+        while stride > 1 and self.best > before * (1 + self.tol / 4):
             before = self.best
-            if len(cells) > 12:
-                self._probe(_split(self._here(step), halved=False))
-            if self.best <= before * (1 + self.tol / 4):
-                break
+            self._probe(_split(self._here(step), halved=False))
         return self._finish(cells)
 
     def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
@@ -175,21 +176,16 @@ class Search:
             )
             self._probe(self._here(()))  # what float32 saw may be nothing but rounding
             self._in_double()
-            return
-        here = self._here(())
-        G = self.symbol.gram(here.groups, here.omega, torch.float32)[0]
-        loss = expected_loss(G, self.target) + error
-        self.proof_dtype = torch.complex64 if loss < self.tol * MOST_LOSS else torch.complex128
 
     def _in_double(self) -> None:
         """Compute in float64 from now on, with a target and a tolerance above its rounding: below that nothing is proved."""
-        self.dtype, self.proof_dtype = torch.float64, torch.complex128
+        self.dtype = torch.float64
         error = float(self.symbol.gram_error(torch.float64).max())
         self.tol = max(self.tol, min(1.0, error / max(self.best, 1e-300)))
         self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
 
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        width = 1 if self.proof_dtype is torch.complex64 else 2
+        width = 1 if self.dtype is torch.float32 else 2
         return rows.split(max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
 
     def _threshold(self, cells: Cells) -> Tensor:
@@ -206,12 +202,10 @@ class Search:
         return thresholds
 
     def _scout(self, cells: Cells) -> None:
-        """Raise the best value at the cells with the largest Gram matrices."""
+        """Raise the best value at the cells that a few steps find largest."""
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        sizes = torch.cat(
-            [entries_norm(self.symbol.gram(x.groups, x.omega, self.dtype)) for x in chunks]
-        )
-        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
+        values = torch.cat([self._values(x, min(8, self.steps)) for x in chunks])
+        self._probe(cells.take(values.topk(min(4, len(cells))).indices))
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
@@ -233,16 +227,11 @@ class Search:
             self.best, self.where = value, (int(cells.groups[i]), cells.omega[i].clone())
         self.target = max(self.target, self.best * (1 + self.tol) ** 2)
 
-    def _values(self, cells: Cells) -> Tensor:
-        """‖E‖₂² at the given centres (few of them): estimates that only steer."""
-        G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
-        if self.c <= 96:
-            return torch.linalg.eigvalsh(G)[:, -1]
-        values = _powers(G)
-        for i in values.topk(min(2, len(values))).indices:
-            v = lanczos(G[i].matmul, random_start(self.c, G), steps=20, converged=self.tol / 16)
-            values[i] = torch.linalg.vector_norm(G[i] @ v) / torch.linalg.vector_norm(v)
-        return values
+    def _values(self, cells: Cells, steps: int = 0) -> Tensor:
+        """‖E‖₂² at the given centres: estimates that only steer."""
+        return _ritz_values(
+            self.symbol.gram(cells.groups, cells.omega, self.dtype), steps or self.steps
+        )
 
     def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the others are returned."""
@@ -252,10 +241,17 @@ class Search:
         for rows in self._chunks(cells.index):
             part, limit = cells.take(rows), tau[rows]
             G = self.symbol.gram(part.groups, part.omega, self.dtype)
-            open_ = ~below(G, limit, dtype=self.proof_dtype)
-            if bool(open_.any()):
-                left.append(rows[open_])
-                scores.append(_powers(G[open_]))
+            rest = (~below(G, limit)).nonzero()[:, 0]
+            if not len(rest):
+                continue
+            values = _ritz_values(G[rest], 8)
+            if self.dtype is torch.float32:  # some lack only what a proof in single precision loses
+                close = values < limit[rest]
+                again = rest[close]
+                close[close.clone()] = below(G[again], limit[again], dtype=torch.complex128)
+                rest, values = rest[~close], values[~close]
+            left.append(rows[rest])
+            scores.append(values)
         index = torch.cat(left)
         if len(index):  # a centre that could not be proved may be higher than the best value so far
             top = torch.cat(scores).topk(min(12, len(index))).indices
@@ -287,17 +283,30 @@ class Search:
         return SymbolBound(upper, self.where[0], self.where[1], proved)
 
 
-def _powers(G: Tensor) -> Tensor:
-    """Rough values of `λ_max(G)` of Hermitian matrices, by four power steps: they only rank."""
-    P = random_start(G.shape[-1], G).expand(
-        len(G), 1, -1
-    )  # rows: batched products like them better
-    value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
-    for _ in range(4):
-        P = P @ G
-        value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
-        P = P / value[:, None, None]
-    return value.double()
+def _ritz_values(G: Tensor, steps: int) -> Tensor:
+    """Estimates of `λ_max(G)` of Hermitian matrices `(F, n, n)` by a few Lanczos steps on all at once.
+
+    Args:
+        G: the matrices.
+        steps: how many steps.
+    """
+    steps = min(steps, G.shape[-1])
+    length = functools.partial(torch.linalg.vector_norm, dim=-1, keepdim=True)
+    # rows: batched products like them better
+    q = random_start(G.shape[-1], G).expand(len(G), 1, -1)
+    before, beta = torch.zeros_like(q), length(q)
+    T = torch.zeros(len(G), steps, steps, dtype=torch.float64)
+    for j in range(steps):
+        q = q / beta.clamp_min(1e-30)
+        w = q @ G
+        if j:
+            w = w - beta * before
+        alpha = torch.linalg.vecdot(q, w)[..., None].real
+        T[:, j, j] = alpha[:, 0, 0]
+        before, q = q, w - alpha * q
+        beta = length(q)
+        T[:, j + 1 : j + 2, j] = beta[:, 0]
+    return torch.linalg.eigvalsh(T)[:, -1]  # reads the lower triangles
 
 
 def _split(cells: Cells, halved: bool, parts: int = 3) -> Cells:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, did_you_mean
+from equipoise.core import InputError, did_you_mean
 from equipoise.core.files import resolve
 from equipoise.data import augment
 from equipoise.optim import SpectralGuard

@@ -1,7 +1,5 @@
 """Networks whose constant follows from their construction, 1 or the argument `constant`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -9,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, require_one_of
 from equipoise.nn import rescaling as rescalings
 from equipoise.nn.activations import MaxMin
 from equipoise.nn.activations import activation as activation_named
