@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import InputError, Refused, deflate, evaluating, format_down, format_up
+from equipoise.core import (
+    InputError,
+    Refused,
+    deflate,
+    evaluating,
+    format_down,
+    format_up,
+    require_positive,
+)
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.lipschitz.capture import as_examples
 from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import (
     Certificate,
@@ -110,10 +119,7 @@ class Rescaled(nn.Module):
 
 
 def _one_sample(example_input: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        x[:1]
-        for x in (example_input if isinstance(example_input, tuple | list) else (example_input,))
-    )
+    return tuple(x[:1] if x.dim() > 1 else x for x in as_examples(example_input))
 
 
 def make_lipschitz(
@@ -147,8 +153,7 @@ def make_lipschitz(
     >>> 1.998 <= lipschitz_bound(make_lipschitz(net, constant=2.0, example_input=x).eval(), x).upper <= 2.0
     True
     """
-    if not (constant > 0 and math.isfinite(constant)):
-        raise InputError(f"the constant must be a positive number, got {constant}")
+    require_positive(constant=constant)
     new, rows = convert(model, method, **options)
     scaled = Rescaled(new, constant)
     report = None

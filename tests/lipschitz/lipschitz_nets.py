@@ -250,7 +250,7 @@ REFUSED = {
     "random layers": (Op(lambda x: x + torch.randn(4)), torch.zeros(1, 4), "random"),
     "half precision": (Op(lambda x: x.half().float()), torch.zeros(1, 4), "narrow"),
     "division by a norm without ε": (Op(lambda x: x / x.norm(dim=1, keepdim=True)), torch.zeros(1, 4), "near 0"),
-    "samples that mix": (Op(lambda x: x - x.mean(0)), torch.zeros(2, 4), "other samples"),
+    "mixing of samples": (Op(lambda x: x - x.mean(0)), torch.zeros(2, 4), "other samples"),
 }
 
 

@@ -122,6 +122,7 @@ DOMAINS = {
     "rms norm by hand": at(lambda x: _rms(x, P), (3, 6), 0.9),
     "rms norm by reciprocals": at(lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9),
     "rms norm by a power": at(lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9),
+    "no rms norm": at(lambda x: x * torch.rsqrt(torch.add((x * x).mean(-1, True), 1e-6, alpha=0.2)), (6,), 0.1, 1e-3),
     "swish by hand": at(lambda x: x * torch.sigmoid(x)),
     "quick gelu": at(lambda x: torch.sigmoid(1.702 * x) * x),
     "swish of a negative": at(lambda x: 2 * x * torch.sigmoid(-x / 3)),

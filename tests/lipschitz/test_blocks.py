@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise.nn import SLLLinear
+from equipoise.nn import SLLConv2d, SLLLinear
 
 WIDTH = 6
 
@@ -168,6 +168,10 @@ class SteepFarAway(SLLLinear):
 
 def test_a_subclass_that_changes_a_part_of_the_forward_is_not_believed():
     assert lipschitz_bound(SteepFarAway(WIDTH).eval(), torch.zeros(1, WIDTH)).upper >= 100
+
+
+def test_an_image_without_a_batch_gets_the_bound_of_the_operations():
+    assert lipschitz_bound(SLLConv2d(3).eval(), torch.zeros(3, 5, 5)).upper <= 1 + 1e-5
 
 
 def test_a_block_is_one_row_with_its_own_bound():

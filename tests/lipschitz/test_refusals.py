@@ -38,6 +38,7 @@ REFUSED = {
     "rounding": (lambda x: x.to(torch.int64).to(x.dtype), "narrow"),
     "layer norm without ε": (lambda x: F.layer_norm(x, (4,), eps=0.0), "eps"),
     "statistics of a norm": (lambda x: torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[2], "first result"),
+    "an error of its own": (lambda x: {}[x.dim()], "does not run"),
     "integer sum": (lambda x: x.sum(1, dtype=torch.int64).to(x.dtype), "rounds|narrow"),
     "unbounded einsum": (lambda x: torch.einsum("bi,bi->b", x, x), "ball"),
     "average with another divisor": (lambda x: F.avg_pool2d(x[:, None, None], 1, divisor_override=2), "divisor"),

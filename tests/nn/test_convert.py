@@ -202,6 +202,9 @@ def test_refusals():
         make_lipschitz("model.pt2")
     with pytest.raises(InputError, match="one tensor"):
         make_lipschitz(nn.LSTM(2, 2), example_input=torch.zeros(1, 3, 2))
+    for example in (torch.zeros(1, 99), torch.zeros(()), torch.zeros(1, 2, dtype=torch.int64), {"x": 1}):
+        with pytest.raises((InputError, Refused), match="example_input"):
+            make_lipschitz(dense(), example_input=example)
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
     with pytest.raises(Refused, match="no factor"):

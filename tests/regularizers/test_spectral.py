@@ -128,7 +128,7 @@ def test_selection_by_type_name_and_pattern():
     assert list(SpectralPenalty(net, only=nn.Conv2d, input_size=8).layers) == ["0", "2"]
     assert list(SpectralPenalty(net, only=(nn.Conv2d,), names="2", input_size=8).layers) == ["2"]
     assert list(select_layers(net, names=re.compile("[25]"))) == ["2", "5"]
-    assert list(select_layers(net, names=("0", "5"))) == ["0", "5"]
+    assert list(select_layers(net, names=["0", "5"])) == ["0", "5"]
     with pytest.raises(InputError, match="layer9"):
         SpectralPenalty(net, names="layer9*")
     with pytest.raises(InputError, match="ReLU"):

@@ -42,10 +42,12 @@ from equipoise.core.modules import (
     by_construction,
     constructed,
     evaluating,
+    flat_outputs,
     flat_tensors,
     fresh_strides,
     hooked,
     is_unmodified,
+    run_on,
     tensor_slots,
 )
 from equipoise.core.precision import (
@@ -84,6 +86,7 @@ __all__ = [
     "describe",
     "did_you_mean",
     "evaluating",
+    "flat_outputs",
     "flat_tensors",
     "float64",
     "format_down",
@@ -111,6 +114,7 @@ __all__ = [
     "rescaled",
     "round_levels",
     "row_lengths",
+    "run_on",
     "safe_root",
     "tensor_slots",
     "unit_roundoff",

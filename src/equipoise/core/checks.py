@@ -107,8 +107,8 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
         name: of the argument, for the message.
         dims: the number of dimensions it must have.
     """
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a tensor, got {describe(x)}")
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_meta:
+        raise InputError(f"{name} must be a dense tensor with values, got {describe(x)}")
     if not x.is_floating_point():
         raise InputError(
             f"{name} must hold floating-point numbers, got {describe(x)}; scale it first, e.g. x.float() / 255"

@@ -11,7 +11,7 @@ that a call performs.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from equipoise.core.bounds import Bound, Shape, as_upper
-from equipoise.core.errors import Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 
 Measured = Callable[[Any, Shape], Bound]
 
@@ -89,9 +89,8 @@ def hooked(module: nn.Module) -> bool:
     >>> hooked(nn.ReLU())
     False
     """
-    if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
-        return True
-    return any(
+    everywhere = _modules._global_forward_hooks or _modules._global_forward_pre_hooks
+    return bool(everywhere) or any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules()
     )
 
@@ -144,9 +143,32 @@ def tensor_slots(model: nn.Module) -> dict[str, list[str]]:
     return slots
 
 
+def run_on(model: nn.Module, examples: Sequence[Tensor]) -> Any:
+    """What the model returns on the example; where it does not run, that is said in one sentence.
+
+    Args:
+        model: the network.
+        examples: its inputs.
+    """
+    try:
+        with torch.no_grad():
+            return model(*examples)
+    except EquipoiseError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model does not run on example_input: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
 def flat_tensors(value: Any) -> list[Tensor]:
     """The tensors in a nested value."""
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def flat_outputs(output: Any) -> list[Tensor]:
+    """The floating tensors of a nested output, in order."""
+    return [x for x in flat_tensors(output) if x.is_floating_point()]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import flat_tensors, inflate, one_line, require_module
+from equipoise.core import flat_outputs, inflate, one_line, require_module
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]
@@ -70,8 +70,8 @@ def attack(
 
     def run(row: Tensor) -> Tensor:
         parts = zip(row.split(sizes), examples, strict=True)
-        outputs = flat_tensors(network(*(part.reshape(x.shape).clone() for part, x in parts)))
-        return torch.cat([t.flatten() for t in outputs if t.is_floating_point()])
+        outputs = flat_outputs(network(*(part.reshape(x.shape).clone() for part, x in parts)))
+        return torch.cat([t.flatten() for t in outputs])
 
     def rows(x: Tensor) -> Tensor:
         return torch.stack([run(row) for row in x])

@@ -22,7 +22,16 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core import InputError, Refused, flat_tensors, one_line, unlogged
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    flat_outputs,
+    flat_tensors,
+    one_line,
+    run_on,
+    unlogged,
+)
 from equipoise.lipschitz.decompose import decompose, is_mutable
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where
@@ -132,17 +141,17 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
 
 def as_batch(x: Any) -> Tensor:
     """The inputs of a network with one input: a finite float tensor with a batch dimension, or a tuple of one."""
-    examples = as_examples(x, "x")
-    if len(examples) != 1:
+    batch, *others = as_examples(x, "x")
+    if others:
         raise InputError(
-            f"expected the one input of a network, got {len(examples)} tensors: fix the others inside the model, or use "
+            f"expected the one input of a network, got {len(x)} tensors: fix the others inside the model, or use "
             "lipschitz_bound, which takes several"
         )
-    if examples[0].dim() < 2 or not torch.isfinite(examples[0]).all():
+    if batch.dim() < 2 or not torch.isfinite(batch).all():
         raise InputError(
-            f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}"
+            f"x needs a batch dimension and finite values, got shape {tuple(batch.shape)}"
         )
-    return examples[0]
+    return batch
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -284,15 +293,9 @@ def _mixture(model: nn.Module, batch: Examples, dim: int) -> str:
 def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
     """The model's floating outputs, or None where it does not run on these inputs."""
     try:
-        with torch.no_grad():
-            return flat_outputs(model(*(x.clone() for x in inputs)))
-    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+        return flat_outputs(run_on(model, [x.clone() for x in inputs]))
+    except EquipoiseError:
         return None
-
-
-def flat_outputs(output: Any) -> list[Tensor]:
-    """The floating tensors of a nested output, in order."""
-    return [x for x in flat_tensors(output) if x.is_floating_point()]
 
 
 # --- the exported program, and whether it is the model --------------------------------------------------------------------
@@ -317,8 +320,10 @@ def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
         return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
 
     for scale in (0.0, 1.0, 30.0):
-        noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples]
-        point = tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True))
+        point = tuple(
+            (scale * torch.randn(x.shape, generator=generator, dtype=x.dtype)).to(x.device)
+            for x in examples
+        )
         with torch.set_grad_enabled(scale == 1):
             if not any(same(*each) for each in _precisions(model, point if scale else examples)):
                 return False
@@ -345,11 +350,12 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
 
     for node in program.nodes:
         values[node] = perform(node, value, exact=exact)
-    outputs = [
-        values[o] if o in values else program.constants.get(o)
-        for o in _returned(program.inputs[0].graph)
-    ]
-    return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
+    return flat_outputs(
+        [
+            values[o] if o in values else program.constants.get(o)
+            for o in _returned(program.inputs[0].graph)
+        ]
+    )
 
 
 def as_function(program: Program) -> Callable[[Tensor], Tensor]:
@@ -417,22 +423,16 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
         model: in evaluation mode.
         examples: what it is run and exported on.
     """
-    with torch.no_grad():
-        try:
-            model(*examples)
-        except Exception as error:
-            raise InputError(
-                f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
-            ) from error
-        try:
-            with _exporting():
-                return torch.export.export(model, examples, strict=False)
-        except Exception as error:
-            raise Refused(
-                "the forward cannot be captured, e.g. because its control flow depends on the data: there is no fixed graph to "
-                f"bound ({type(error).__name__}: {one_line(error)[:200]}); "
-                "replace Python branches on tensor values by tensor operations, or bound the parts separately"
-            ) from error
+    run_on(model, examples)
+    try:
+        with torch.no_grad(), _exporting():
+            return torch.export.export(model, examples, strict=False)
+    except Exception as error:
+        raise Refused(
+            "the forward cannot be captured, e.g. because its control flow depends on the data: there is no fixed graph to "
+            f"bound ({type(error).__name__}: {one_line(error)[:200]}); "
+            "replace Python branches on tensor values by tensor operations, or bound the parts separately"
+        ) from error
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:

@@ -58,6 +58,7 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
     for node in list(copied.nodes):
+        _by_position(node)
         # batch norm in evaluation, which functionalisation took apart into its values and its statistics
         whole = aten_name(node) == "_native_batch_norm_legit_no_training.default"
         if whole and all(user.args[1:] == (0,) for user in node.users):
@@ -79,6 +80,17 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     for node in list(copied.nodes):
         _recognise(node, result)
     return result
+
+
+def _by_position(node: fx.Node) -> None:
+    """Arguments that have a place stand there, as the exporter writes them: what reads a graph reads them by place."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    for argument in schema.arguments[len(args) :] if schema else ():
+        if argument.kwarg_only or not kwargs:
+            break
+        args.append(kwargs.pop(argument.name, argument.default_value))
+    node.args, node.kwargs = tuple(args), kwargs
 
 
 #: arguments of these names are numbers of the operation's own arithmetic, not of its tensors
@@ -145,7 +157,7 @@ def _root_mean_square(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | 
         return None
     for x, size in (node.args, node.args[::-1]) if multiplied else (node.args,):
         inner = _under_root(size, -0.5 if multiplied else 0.5)
-        if not isinstance(x, fx.Node) or not aten_name(inner).startswith("add."):
+        if not isinstance(x, fx.Node) or not aten_name(inner).startswith("add.") or inner.kwargs:
             continue
         mean, eps = inner.args
         if isinstance(eps, float) and eps > 0 and _is_mean_of_squares(mean, x):
@@ -200,7 +212,7 @@ def _gated(node: fx.Node, make: Callable[..., fx.Node]) -> fx.Node | None:
         name, inside = aten_name(gate), gate
         if name == "tanh.default" and aten_name(gate.args[0]) == "softplus.default":
             name, inside = "tanh of softplus", gate.args[0]
-        if name not in _ACTIVATIONS or len(inside.args) > 1 or inside.kwargs:
+        if name not in _ACTIVATIONS or len(inside.args) > 1:
             continue
         activation, keywords, form, shifted = _ACTIVATIONS[name]
         for x in _operands(inside.args[0]) & terms:

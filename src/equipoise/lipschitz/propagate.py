@@ -131,8 +131,7 @@ def propagate(
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = flat_tensors(node.meta["val"])[0].dtype
-    return dtype
+    return flat_tensors(node.meta["val"])[0].dtype
 
 
 def _shortened(plain: Facts, regions: tuple[Region, ...], facts: NodeFacts) -> Facts:
@@ -181,7 +180,7 @@ def _centering(call: Call, step: Step) -> Region | None:
         source = source.args[0]
     if aten_name(source) not in ("mean.dim", "mean.default") or source.args[0] is not x.node:
         return None
-    named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+    named = (*source.args, None)[1]
     like = torch.empty(x.shape, device="meta")
     kept = like.mean(named or tuple(range(like.dim())), keepdim=True).shape
     if x.shape != call.shape or (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:

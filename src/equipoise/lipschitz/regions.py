@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.core import (
     Bound,
+    EquipoiseError,
     InputError,
     Kind,
     Refused,
@@ -85,7 +86,7 @@ def find_regions(model: nn.Module, program: Any) -> tuple[Region, ...]:
         for key, path in paths.items()
         if path in blocks
     ]
-    return tuple(region for region in regions if region is not None)
+    return tuple(filter(None, regions))
 
 
 def _region(
@@ -95,7 +96,7 @@ def _region(
     moving: set[fx.Node],
     outputs: Sequence[fx.Node],
 ) -> Region | None:
-    inside = set(members)
+    inside = frozenset(members)
     entering = {i for n in members for i in n.all_input_nodes if i not in inside and i in moving}
     leaving = [
         n for n in members if n in outputs or any(u in moving and u not in inside for u in n.users)
@@ -108,11 +109,13 @@ def _region(
     bound = _declared_bound(module, path, x) if floats and x.dim() >= 2 else None
     if bound is None:
         return None
-    kind, declared = type(module).__name__, bound.method == _DECLARED
-    method, name = bound.method or "own bound", path or kind
-    limit, inner = as_upper(bound), frozenset(inside)
-    region = Region(source, output, limit, name, kind, method, inner, declared=declared)
-    token_upper = getattr(module, "token_upper", None)
+    kind = type(module).__name__
+    method = bound.method or "own bound"
+    declared = method == _DECLARED
+    region = Region(
+        source, output, as_upper(bound), path or kind, kind, method, inside, declared=declared
+    )
+    token_upper: Any = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
     return replace(region, by_row=as_upper(token_upper(tuple(x.shape[1:]))))
@@ -128,7 +131,7 @@ def _declared_bound(module: Any, path: str, value: Tensor) -> Bound | None:
     try:
         with torch.no_grad():
             bound = module.lipschitz_upper(tuple(value.shape[1:]))
-    except Refused:
+    except EquipoiseError:
         return None
     if not isinstance(bound, Bound) or bound.kind is not Kind.UPPER:
         raise InputError(

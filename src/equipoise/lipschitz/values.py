@@ -87,9 +87,7 @@ def _widened(argument: Any) -> Any:
 
 def in_float64(value: Any) -> Any:
     """A floating or complex constant in double precision; anything else as it is."""
-    if isinstance(value, Tensor) and value.is_complex():
-        return value.to(torch.complex128)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.to(_WIDE.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
 
 
 def perform(node: fx.Node, value: Lookup, *, exact: bool = False) -> Any:

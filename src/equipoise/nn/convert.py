@@ -18,6 +18,7 @@ from equipoise.core import (
     is_unmodified,
     require_module,
     require_one_of,
+    run_on,
 )
 from equipoise.maps.reading import module_kind
 from equipoise.nn import rescaling
@@ -318,11 +319,12 @@ def _exported(path: str, layer: nn.Module) -> nn.Module:
 
 def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
     """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
-    for part in model.modules():
-        if isinstance(part, Computed):
-            part._cache.clear()
-    with evaluating(model), torch.no_grad():
-        model(*inputs)
+    parts = [part for part in model.modules() if isinstance(part, Computed)]
+    for part in parts:
+        part._cache.clear()
+    if parts:
+        with evaluating(model):
+            run_on(model, inputs)
 
 
 def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:

@@ -34,7 +34,7 @@ def name_matches(name: str, names: Names) -> bool:
     """
     if names is None:
         return True
-    if isinstance(names, tuple):
+    if isinstance(names, tuple | list):
         return any(name_matches(name, one) for one in names)
     return fnmatchcase(name, names) if isinstance(names, str) else names.search(name) is not None
 

@@ -73,7 +73,7 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
             )
         options["only"] = tuple(layers[name] for name in types)
     if names is not None:
-        options["names"] = names if isinstance(names, str) else tuple(names)
+        options["names"] = names
     return options
 
 

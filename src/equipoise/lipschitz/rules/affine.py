@@ -325,8 +325,7 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")
 def matmul(call: Call) -> Step:
     """By a constant matrix: its spectral norm. Two branches: see `products`."""
-    a = call["self"]
-    b = call.get("other", call.get("mat2", call.get("vec")))
+    a, b = call.arguments.values()
     if isinstance(a, Signal) and isinstance(b, Signal):
         return branch_matmul(call, a, b)
     if isinstance(a, Signal) and b.dim() <= 2:

@@ -96,7 +96,7 @@ def matrices(call: Call) -> Step:
 
 def _factors(call: Call) -> tuple[Signal, Any]:
     """The factor that depends on the input, and the constant one."""
-    a, b = list(call.arguments.values())[:2]
+    a, b = call.arguments.values()
     if isinstance(a, Signal) and isinstance(b, Signal):
         call.refuse(
             "a product of two spectra that depend on the input", "bound the parts separately"

@@ -283,8 +283,7 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     if node.target is operator.getitem:
         node = node.args[0]
     name = aten_name(node)
-    compares = name in _LARGER + _SMALLER and not node.kwargs
-    operands = [call.lookup(n) for n in node.all_input_nodes] if compares else []
+    operands = [call.lookup(n) for n in node.all_input_nodes if name in _LARGER + _SMALLER]
     match operands:
         case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
             of: Any = frozenset(_identity(node.args))

@@ -258,8 +258,8 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 def _is_complex(node: fx.Node) -> bool:
     """Whether the node reads or makes complex numbers."""
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return any(t.is_complex() for v in values for t in flat_tensors(v))
+    nodes = (node, *node.all_input_nodes)
+    return any(t.is_complex() for n in nodes for t in flat_tensors(n.meta.get("val")))
 
 
 def _name(target: Any) -> str:
@@ -411,7 +411,5 @@ def _bind(node: fx.Node, lookup: Lookup) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # `getitem`
         return {str(i): value for i, value in enumerate(args)}
-    defaults = {
-        a.name: a.default_value if a.has_default_value() else None for a in schema.arguments
-    }
+    defaults = {a.name: a.default_value for a in schema.arguments}
     return defaults | dict(zip(defaults, args, strict=False)) | fx.node.map_arg(node.kwargs, lookup)
