@@ -8,7 +8,6 @@ called, whoever registered a rule for them.
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,30 @@ from equipoise.core import Refused, flat_tensors
 
 _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 
-#: operations without a rule of their own that networks are exported with: one per line of `operations.txt`
-_WRITTEN_OUT = frozenset(Path(__file__).with_suffix(".txt").read_text("utf-8").split())
+#: operations without a rule of their own that networks are exported with
+_WRITTEN_OUT = frozenset({
+    "__and__", "__or__", "__xor__", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_tensor_metadata",
+    "_conj", "_convolution", "_native_batch_norm_legit", "_prelu_kernel", "_unsafe_index", "_weight_norm", "absolute",
+    "addcdiv", "addcmul", "addmm", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_tensors", "chunk", "clip", "complex", "concatenate", "conj",
+    "cosine_similarity", "cumsum",
+    "diag", "diff", "divide", "dot", "einsum", "embedding", "eye", "fft_fft", "fft_fft2", "fft_ifft", "fft_ifft2",
+    "fft_irfft", "fft_irfft2", "fft_rfft", "fft_rfft2", "fill", "frobenius_norm", "full", "full_like", "greater",
+    "greater_equal", "gru", "gru_cell", "hstack", "imag", "inner", "inverse", "less", "less_equal", "lift",
+    "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex", "linalg_eigh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_norm", "linalg_pinv",
+    "linalg_qr", "linalg_solve", "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linspace",
+    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "meshgrid",
+    "moveaxis", "multiply", "native_dropout", "negative", "new_full", "new_ones", "new_zeros", "norm_except_dim",
+    "not_equal", "one_hot", "ones", "ones_like", "outer", "positive", "qr", "real", "reflection_pad1d",
+    "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "resolve_conj", "resolve_neg", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scalar_tensor",
+    "scaled_dot_product_attention", "split", "split_with_sizes", "std_mean", "subtract", "sum_to_size", "svd", "swapdims",
+    "take_along_dim",
+    "tensordot", "tril_indices", "triu_indices", "true_divide", "unbind", "unsafe_split", "var_mean", "vdot", "view_as_complex",
+    "view_as_real",
+    "vstack", "zero", "zeros", "zeros_like",
+})  # fmt: skip
 #: operations that take as many steps as one of their dimensions is long
 _UNROLLED = frozenset({"lstm", "gru", "rnn_relu", "rnn_tanh"})
 #: arguments that PyTorch passes as whole numbers, and whose kernels trust them

@@ -8,6 +8,7 @@ are changes of parameters and buffers, training mode, and reduced precision.
 
 import contextlib
 import copy
+import functools
 import io
 import operator
 import sys
@@ -359,13 +360,20 @@ def as_function(program: Program) -> Callable[[Tensor], Tensor]:
             [t.double().flatten() for t in run_program(program, [sample[None]], exact=True)]
         )
 
-    def batch(x: Tensor) -> Tensor:
-        try:
-            return torch.func.vmap(one)(x)
-        except RuntimeError:  # an operation that cannot be mapped over a batch
-            return torch.stack([one(sample) for sample in x])
+    return functools.partial(mapped, one)
 
-    return batch
+
+def mapped(one: Callable[..., Tensor], *batches: Tensor) -> Tensor:
+    """A function of one sample on every sample.
+
+    Args:
+        one: the function.
+        batches: one for each of its arguments.
+    """
+    try:
+        return torch.func.vmap(one)(*batches)
+    except RuntimeError:  # an operation that cannot be mapped over a batch
+        return torch.stack([one(*each) for each in zip(*batches, strict=True)])
 
 
 def _agree(

@@ -112,7 +112,7 @@ def _region(
     method, name = bound.method or "own bound", path or kind
     limit, inner = as_upper(bound), frozenset(inside)
     region = Region(source, output, limit, name, kind, method, inner, declared=declared)
-    token_upper: Any = getattr(module, "token_upper", None)
+    token_upper = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
     return replace(region, by_row=as_upper(token_upper(tuple(x.shape[1:]))))

@@ -102,7 +102,7 @@ def load(name: str | Path) -> Trained:
         )
     model, shape = load_checkpoint(folder)
     where = folder / CERTIFICATE
-    certificate: Any = {}
+    certificate = {}
     if where.is_file():
         certificate = unsealed(read_json(where), str(where), needed=True)
         if certificate.get("network") != read_json(folder / "config.json").get("digest", ""):

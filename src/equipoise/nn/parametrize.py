@@ -598,7 +598,7 @@ class Parametrized(nn.Module):
 
 def _restored(kind: type[nn.Module], parametrized: bool) -> Any:
     """An empty layer of a class, with or without the property for its weight."""
-    made: Any = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
+    made = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
     return made.__new__(made)
 
 

@@ -334,7 +334,7 @@ def run_on_ray(
                 options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
                 options["include_dashboard"] = False
             ray.init(address=address or "local", **options)
-        kind: Any = ray.remote(
+        kind = ray.remote(
             num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3
         )(RayWorker)
         payload = ray.put(ray.cloudpickle.dumps(spec))

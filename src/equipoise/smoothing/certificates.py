@@ -125,7 +125,7 @@ def read_log(path: str | Path) -> CertificationLog:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
     if len(lines) < 2:
         raise InputError(f"{path}: the log has no rows")
-    kinds: Any = list(_COLUMNS.items())
+    kinds = list(_COLUMNS.items())
     try:
         rows = np.loadtxt(lines[1:], kinds, comments=None, delimiter="\t", ndmin=1)
     except (ValueError, OverflowError) as error:

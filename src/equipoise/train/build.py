@@ -217,7 +217,7 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     ]
     if turned:
         groups.append({"params": turned, "orthonormal": True})
-    kind: Any = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
+    kind = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
     accepted = inspect.signature(kind).parameters
     options: Plain = {
         name: getattr(optimizer, name)

@@ -268,7 +268,7 @@ def read_recipe(
     """
     where = "the recipe"
     if isinstance(source, Recipe):
-        document: Any = source.model_dump(exclude_unset=True)
+        document = source.model_dump(exclude_unset=True)
     elif isinstance(source, Mapping):
         document = dict(source)
     else:

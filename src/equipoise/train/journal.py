@@ -69,7 +69,7 @@ def claim(
     busy = f"another process trains in {folder}: wait for it, or choose another --run-dir"
     stack.enter_context(locked(folder / ".lock", busy))
     if path.exists():
-        stored: Any = read_json(path)
+        stored = read_json(path)
         changed = [key for key, value in document.items() if stored.get(key) != value]
         if changed:
             listed = "; ".join(f"{key}: {stored.get(key)} → {document[key]}" for key in changed)

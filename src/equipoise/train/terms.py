@@ -191,7 +191,7 @@ def guard(
     """
     options = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
-        own: Any = getattr(context.model, "radii", None)
+        own = getattr(context.model, "radii", None)
         if own is None:
             raise InputError(
                 "guard: say the radius; this model has no method radii(tolerance) of its own"

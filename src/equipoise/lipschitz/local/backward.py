@@ -35,6 +35,8 @@ _U = 2.0**-53
 _TINY = 1e-290  # more than underflow can take off: a difference that vanishes in float64 is not 0
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
 
+#: what a `Ball` holds of every node
+_NODE = ("centre", "slip", "low", "high", "lip", "total", "spread")
 Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
 #: middle and half-width of every activation's secant slopes
 Slopes = dict[int, tuple[Tensor, Tensor]]
@@ -66,34 +68,10 @@ class Ball:
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
     widths: Tensor | None = field(default=None, repr=False)
 
-    def add(
-        self,
-        centre: Tensor,
-        slip: Tensor,
-        low: Tensor,
-        high: Tensor,
-        lip: Tensor,
-        total: float,
-        spread: Tensor | None,
-    ) -> None:
-        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`).
-
-        Args:
-            centre: the value at x.
-            slip: bound of the error of `centre`.
-            low: lower bounds of the values on the ball.
-            high: upper bounds of the values on the ball.
-            lip: for every entry, a bound of how far it moves per unit of ‖δx‖₂.
-            total: the same bound for the node as a whole, in ℓ2.
-            spread: one number per entry; None for the input.
-        """
-        self.centre.append(centre)
-        self.slip.append(slip)
-        self.low.append(low)
-        self.high.append(high)
-        self.lip.append(lip)
-        self.total.append(total)
-        self.spread.append(spread)
+    def add(self, *known: object) -> None:
+        """What is known of the next node: centre, slip, low, high, lip, total and spread, what rounding costs per unit of |A|."""
+        for name, value in zip(_NODE, known, strict=True):
+            getattr(self, name).append(value)
 
     def narrow(self, k: int, entries: Tensor, bounds: Tensor) -> None:
         """Take over lower bounds of some entries of node k and of their negatives, stacked.

@@ -161,7 +161,7 @@ _SLACK = 1 + 1e-12
 
 
 #: functions whose value and slope are largest, in modulus, at the ends of every interval above this number
-_STEEP = {
+STEEP = {
     "exp": -math.inf, "square": -math.inf, "sqrt": 0.0, "rsqrt": 0.0, "reciprocal": 0.0, "log": 0.0,
 }  # fmt: skip
 
@@ -203,7 +203,7 @@ def _steep(call: Call, function: Callable[[Tensor], Tensor], start: float, label
     )
 
 
-for _name, _start in _STEEP.items():
+for _name, _start in STEEP.items():
     rule(f"aten.{_name}.default")(
         functools.partial(_steep, function=getattr(torch, _name), start=_start, label=_name)
     )
