@@ -246,8 +246,8 @@ STRANGE = {
 @pytest.mark.parametrize("kind", STRANGE)
 def test_words_that_the_checker_does_not_read_are_rejected(tmp_path, kind):
     node, rest = STRANGE[kind]
-    inputs = {"x": [[0.0, 1.0]], "labels": [1], "radii": [0.2]}
     claims = {"radii": {"radii": "radii", "divisor": 1, "certified": {"0.2": 1}, **rest}}
+    inputs = {"x": [[0.0, 1.0]], "labels": [1], "radii": [0.2]}
     write_bundle(tmp_path, chain(node), {"one": np.eye(2), "zero": np.zeros(2)}, claims, inputs)
     with pytest.raises(eq.Refused, match=r"not in the format|number from"):
         certificates.check(tmp_path)

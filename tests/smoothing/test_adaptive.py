@@ -33,8 +33,8 @@ def test_e_value_is_rounded_down(hits, draws, p0):
     with mpmath.workdps(30):
         p = mpmath.mpf(p0)
         least = mpmath.log(mpmath.betainc(0.5, 0.5, 0, 1 - p))
-        mixture = mpmath.loggamma(hits + 0.5) + mpmath.loggamma(draws - hits + 0.5) - mpmath.loggamma(draws + 1)
-        truth = mixture - least - hits * mpmath.log(p) - (draws - hits) * mpmath.log1p(-p)
+        truth = mpmath.loggamma(hits + 0.5) + mpmath.loggamma(draws - hits + 0.5) - mpmath.loggamma(draws + 1)
+        truth -= least + hits * mpmath.log(p) + (draws - hits) * mpmath.log1p(-p)
         assert truth - 1e-5 < float(log_e_value(hits, draws, p0)) <= truth
 
 

@@ -105,7 +105,7 @@ def pool(network, node, x):
         part = layer.part(image, tap)
         y = np.maximum(y, part) if largest else y + part
 
-    overlap = math.prod((-(-kernel // layer.stride)).tolist())
+    overlap = np.prod(-(-kernel // layer.stride))
     if largest:
         return Step(y, math.sqrt(overlap) * SLACK)
     factor = math.sqrt(overlap / count) * SLACK
