@@ -26,27 +26,18 @@ from pathlib import Path
 
 import numpy as np
 
-#: half a unit in the last place of a float64
-U = 2.0**-53
+U = 2.0**-53  # half a unit in the last place of a float64
+SLACK = 1 + 2.0**-45  # covers the few roundings of a short scalar formula
+TINY = 1e-150  # covers what sums of products lose by underflow
 
-#: covers the few roundings of a short scalar formula
-SLACK = 1 + 2.0**-45
-
-#: covers what sums of products lose by underflow
-TINY = 1e-150
-
-#: limits of memory: bytes of a file, characters of a document, numbers of all values of a sample
+#: limits: bytes of a file, characters of a document, numbers of all values of a sample, multiplications that prove the norms
 MAX_BYTES = 2**30
 MAX_TEXT = 2**25
 MAX_ENTRIES = 2**26
-
-#: a limit of time: multiplications that prove the norms of a network, about
 MAX_WORK = 2**42
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
-
-#: stride and period of a matrix, which is a convolution without dimensions
-FLAT = np.zeros(0, int)
+FLAT = np.zeros(0, int)  # stride and period of a matrix, which is a convolution without dimensions
 
 #: the words of a document, of a node, and of a claim of radii
 DOCUMENT = "version input_shape nodes claims digests"
@@ -67,9 +58,6 @@ def require(condition, reason):
 def known(entry, words):
     """Reject words that are not read here: to another reader they may mean another claim."""
     require(set(entry) <= set(words.split()), "a word that is not in the format")
-
-
-# --- reading a bundle --------------------------------------------------------------------------------------------------
 
 
 def number(value, low=1e-100, high=1e100, kinds=(int, float)):
@@ -155,9 +143,6 @@ def norm(x):
     return np.sqrt(np.sum(flat * flat, axis=0)) * (1 + gamma(len(flat) + 8)) + TINY
 
 
-# --- norms of linear layers --------------------------------------------------------------------------------------------
-
-
 def tap_norms(kernel):
     """The sum of the Frobenius norms of the taps `K_t`: a bound of the spectral norm, also with absolute values."""
     taps = math.prod(kernel.shape[2:])
@@ -165,8 +150,7 @@ def tap_norms(kernel):
 
 
 def check_norm(kernel, s, stride=FLAT, period=FLAT):
-    """Prove that a convolution W has a spectral norm of at most s; returns the work. The kernel K has the axes outputs,
-    inputs, taps.
+    """Prove that a convolution W has a norm of at most s; returns the work. The kernel has the axes outputs, inputs, taps.
 
     *Circle.* With zero padding p on n pixels, W is a part of the circular convolution on a period of N ≥ n + 2p pixels, in
     which no window wraps. So it is enough to bound that one: below, W is circular.
@@ -269,8 +253,6 @@ class Layer:
         return sum(check_norm(kernel, s, self.stride, self.period) for kernel in self.weight)
 
 
-# --- operations --------------------------------------------------------------------------------------------------------
-
 #: What an operation does: values, Lipschitz constant, and its rounding error, at most `gamma(terms)·size`. `size` is a
 #: norm for every sample; it grows at most by `reach` times the distance of the input. The constants of several inputs
 #: are added, unless another `total` is named.
@@ -304,8 +286,7 @@ def scale(network, node, x):
 
 def add(network, node, *parts):
     """A sum of values."""
-    same = len({part.shape for part in parts}) == 1
-    require(same and len(parts) <= 64, "a sum of different shapes, or of too many values")
+    require(len({part.shape for part in parts}) == 1 and len(parts) <= 64, "a sum of other values")
     return Step(sum(parts), 1.0, len(parts), sum(map(norm, parts)), len(parts))
 
 
@@ -329,10 +310,8 @@ def gather(network, node, x):
     """Entries are moved, left out or repeated: y[i] = x[index[i]]."""
     index = network.tensors[node["weights"]["index"]]
     entries = x.reshape(-1, x.shape[-1])
-    inside = index.size <= MAX_ENTRIES and index.max() < len(entries)
-    require(inside, "a place outside of the value, or too many")
-    # bincount refuses negative places and fractions
-    repeated = np.bincount(index.ravel()).max()
+    require(index.size <= MAX_ENTRIES and index.max() < len(entries), "a place outside")
+    repeated = np.bincount(index.ravel()).max()  # refuses negative places and fractions
     return Step(entries[index], math.sqrt(repeated) * SLACK)
 
 
@@ -341,20 +320,15 @@ OPERATIONS |= {"shift": shift, "scale": scale, "divide": scale}
 OPERATIONS |= {"add": add, "abs": absolute, "relu": relu}
 
 
-# --- networks ----------------------------------------------------------------------------------------------------------
-
 #: The values of a node for a batch; `error` bounds the l2 distance of every sample to the exact values, and `constant` is
 #: a Lipschitz constant from the input.
 Value = namedtuple("Value", "x error constant")
 
 
 class Network:
-    """The nodes of a bundle. A first evaluation proves their norms, and gives the Lipschitz constant.
+    """The nodes of a bundle. A first evaluation proves their norms, and gives the Lipschitz constant."""
 
-    `underflow` bounds what is lost of an input, because small numbers become 0.
-    """
-
-    underflow = 0.0
+    underflow = 0.0  # what is lost of an input because small numbers become 0
 
     def __init__(self, document, tensors):
         self.nodes = document["nodes"]
@@ -369,8 +343,8 @@ class Network:
     def tensor(self, node, name):
         """A weight of a node in float64."""
         stored = self.tensors[node["weights"][name]]
-        fits = stored.dtype.kind == "f" and stored.size <= MAX_ENTRIES
-        require(fits, "weights are floating-point numbers, not too many")
+        require(stored.dtype.kind == "f", "weights are floating-point numbers")
+        require(stored.size <= MAX_ENTRIES, "too many weights")
         return stored.astype(np.float64)
 
     def repeated(self, node, name, x):
@@ -412,7 +386,7 @@ class Network:
         error = (error + gamma(step.terms) * step.size) * SLACK + TINY
         constant = step.factor * step.total([value.constant for value in inputs]) * SLACK
 
-        # no product of constants underflows; values that overflow have no finite error
+        # no product of constants underflows
         require(1e-150 < constant < 1e150, "a Lipschitz constant out of range")
         require(np.isfinite(error).all(), "overflow")
         require(step.y.ndim > 1, "samples without channels")
@@ -420,9 +394,6 @@ class Network:
             self.entries += step.y.size
             require(self.entries <= MAX_ENTRIES, "the network is too large")
         return Value(step.y, error, constant)
-
-
-# --- claims ------------------------------------------------------------------------------------------------------------
 
 
 def provable_radius(network, z, error, label):
@@ -461,9 +432,8 @@ def read_inputs(network, inputs, claim):
     """Inputs, labels and radii of a claim, and the counts of inputs that it states, in words."""
     known(claim, RADII)
     x, labels, radii = [inputs[name] for name in ("x", "labels", claim["radii"])]
-    # floats of other sizes would be compared, and divided by, in their own precision
     require(radii.dtype.kind == "f", "radii are floating-point numbers")
-    radii = radii.astype(np.float64)
+    radii = radii.astype(np.float64)  # others would be compared in their own precision
     require(x.shape[1:] == network.shape, "the network takes inputs of another shape")
     require(labels.shape == radii.shape == x.shape[:1], "every input has a label and a radius")
     sentences = []
