@@ -65,11 +65,8 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
 
 def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], radius: float) -> Box:
     node = call.node
-    if (
-        isinstance(step.map, op.Product)
-        or (isinstance(step.map, op.Opaque) and step.map.inside)
-        or (step.curve is not None and not step.curve.everywhere)
-    ):
+    on_a_ball = step.curve is not None and not step.curve.everywhere
+    if on_a_ball or isinstance(step.map, op.Product | op.Opaque):
         step = _local_step(call, step, run, boxes)
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())),

@@ -28,13 +28,13 @@ from equipoise.lipschitz.values import aten_name, exactly
 Near = tuple[Tensor, Tensor]
 Values = Mapping[fx.Node, Tensor]
 Rule = Callable[..., Near]
-_TINY = 1e-290  # more than underflow can take off
 
 
 def _rounded(value: Tensor, error: Tensor, size: Tensor, operations: int = 0) -> Near:
     """With the rounding of some operations on numbers of this size, and of a few elementary functions."""
     rounding = gamma(operations + 64, torch.float64) * size
-    return value, inflate((error + rounding) * (1 + 1e-9)) + _TINY
+    # and more than underflow can take off
+    return value, inflate((error + rounding) * (1 + 1e-9)) + 1e-290
 
 
 def _plus(a: Near, b: Near) -> Near:
@@ -155,11 +155,10 @@ def _entrywise(function: Callable[[Tensor], Tensor]) -> Rule:
     return lambda call, x: steep(function, x)
 
 
+_LOG_SOFTMAX = ("log_softmax.int", "_log_softmax.default")
 #: rules of operations on their first operand
 _OF_ONE: dict[str, Rule] = {
     "pow.Tensor_Scalar": lambda call, x: steep(lambda t: t.pow(call["exponent"]), x),
-    "log_softmax.int": lambda call, x: _log_softmax(x, call["dim"]),
-    "_log_softmax.default": lambda call, x: _log_softmax(x, call["dim"]),
     "logsumexp.default": _whole_log_sum,
     "glu.default": _gated,
     "layer_norm.default": _layer_norm,
@@ -168,6 +167,7 @@ _OF_ONE: dict[str, Rule] = {
     "group_norm.default": _group_norm,
     "instance_norm.default": _group_norm,
     **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys(_LOG_SOFTMAX, lambda call, x: _log_softmax(x, call["dim"])),
     **{f"{name}.default": _entrywise(getattr(torch, name)) for name in STEEP},
 }
 #: and on the first two
@@ -195,7 +195,7 @@ def known(call: Call) -> bool:
         return False
     if name in _LENGTHS:
         return call.get("ord", call.get("p")) in (None, 2, math.inf)
-    return name in _OF_ONE or name in _OF_TWO or name in _MOVED
+    return name in (*_OF_ONE, *_OF_TWO, *_MOVED)
 
 
 def near(call: Call, values: Values, errors: Values) -> Near:

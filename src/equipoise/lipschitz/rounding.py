@@ -131,8 +131,8 @@ class Rounding:
     @functools.cached_property
     def unknown(self) -> str:
         """The first operation whose rounding is not bounded even in float64; empty where there is none."""
-        nodes = (n for n in self.nonlinear if not known(self.calls[n]))
-        return next(map(_unbounded, nodes), "")
+        unknown = (_unbounded(n) for n in self.nonlinear if not known(self.calls[n]))
+        return next(unknown, "")
 
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""

@@ -190,7 +190,7 @@ def verify_property(
     cache = Cache(RTOL)
     with torch.no_grad(), full_precision():
         run = propagate(capture(model, example), None, RTOL, cache)
-        engine = LocalBound.of(run, cache)
+        engine = LocalBound(run, cache)
         if engine.network is None:
             raise Refused(f"no property can be proved for this network: {engine.notes[0]}")
         sizes = len(boxes[0].low), boxes[0].cases[0][0].shape[1]

@@ -120,7 +120,7 @@ def local_lipschitz(
     )
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
-        engine = LocalBound.of(run, cache, effort, seconds)
+        engine = LocalBound(run, cache, effort, seconds)
         upper = torch.tensor(
             [engine.upper(sample[None], radius) for sample in x], dtype=torch.float64
         )
@@ -138,7 +138,14 @@ def local_lipschitz(
 
 @dataclass
 class LocalBound:
-    """The network once propagated, and read as affine maps and curves where it is that; `notes` say what was left out."""
+    """The network once propagated, and read as affine maps and curves where it is that; `notes` say what was left out.
+
+    Args:
+        run: propagated on a ball that contains all others.
+        cache: of operator norms.
+        effort: see `local_lipschitz`.
+        seconds: of processor time per sample.
+    """
 
     run: Propagation
     cache: Cache
@@ -147,24 +154,11 @@ class LocalBound:
     network: Network | None = None
     notes: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, run: Propagation, cache: Cache, effort: Effort = "auto", seconds: float | None = None
-    ) -> LocalBound:
-        """Read the network.
-
-        Args:
-            run: propagated on a ball that contains all others.
-            cache: of operator norms.
-            effort: see `local_lipschitz`.
-            seconds: of processor time per sample.
-        """
-        engine = cls(run, cache, effort, seconds)
+    def __post_init__(self) -> None:
         try:
-            engine.network = read_network(run, cache)
+            self.network = read_network(self.run, self.cache)
         except Unsupported as reason:
-            engine.say(f"boxes only: {reason}")
-        return engine
+            self.say(f"boxes only: {reason}")
 
     @functools.cached_property
     def whole(self) -> float:
@@ -226,8 +220,9 @@ class LocalBound:
 
         n = count_switching(slopes)
         if n > (SWITCHING if self.effort == "auto" else MOST):
-            more = "effort='multipliers' tries" if n <= MOST else "a smaller radius has fewer"
-            self.say(f"no multipliers: {n:,} neurons may switch; {more}")
+            self.say(
+                f"no multipliers: {n:,} neurons may switch; a smaller radius has fewer, effort='multipliers' takes {MOST:,}"
+            )
             return best
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
         found = best_multipliers(reduced_maps(ball, slopes, outputs), deadline=deadline)
@@ -312,10 +307,9 @@ def _neuron_bound(run: Propagation, cache: Cache, most: int) -> float:
     except Unsupported as reason:
         raise Refused(f"no multipliers: {reason}; use chain='closed'") from reason
     if network.neurons > most or not 0 < network.sizes[-1] <= OUTPUTS:
-        seconds = 30 * 12 * network.neurons**3 / 1e10
         raise Refused(
             f"multipliers take up to {most:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "
-            f"{network.sizes[-1]:,} (some {seconds:,.0f} s and {60 * network.neurons**2 / 1e9:,.1f} GB); use chain='closed'"
+            f"{network.sizes[-1]:,}; use chain='closed'"
         )
     with torch.no_grad(), full_precision():
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)

@@ -427,7 +427,7 @@ class Certifier:
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
                 row["margin"] = float(evaluated[n, k])
-            if row["method"] == UNPROVED and not self.rounding.unknown:
+            if row["method"] == UNPROVED:
                 self._say(
                     "some inputs are classified as labelled with nothing proved: the rounding of a float64 pass may exceed their "
                     "margins, or the network has no finite bound"
@@ -521,11 +521,10 @@ class Certifier:
             found = self._in_l2({node: box.log for node, box in boxes.items()})
             constants = torch.stack(list(found.values())).amin(0)[row["label"], others]
             reached, k = deflate(margins[others] / constants).min(0)
-            if min(tried, float(reached)) > low:
-                low = min(tried, float(reached))
-                row.update(
-                    radius=low, rival=others[k], margin=float(margins[others[k]]), method="boxes"
-                )
+            proved = min(tried, float(reached))
+            if proved > low:
+                low, rival = proved, others[k]
+                row.update(radius=low, rival=rival, margin=float(margins[rival]), method="boxes")
             if low == epsilon:
                 break
             high = min(high, max(tried, float(reached)))

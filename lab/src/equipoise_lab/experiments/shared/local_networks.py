@@ -104,7 +104,7 @@ def zonotope_radius(net: nn.Module, x: Tensor, largest: float, steps: int = 7) -
     m, cache = float(margin(x)), Cache()
     with torch.no_grad(), full_precision():
         run = propagate(capture(margin, x), float(x.norm()) + largest, 1e-3, cache)
-        fast, low, high = LocalBound.of(run, cache, "fast"), 0.0, largest
+        fast, low, high = LocalBound(run, cache, "fast"), 0.0, largest
         for _ in range(steps):
             middle = (low + high) / 2
             enclosed = zonotope_bound(run, enclose(run, x, middle, cache), x, middle, cache)[0]
