@@ -86,9 +86,8 @@ def _onnx(folder):
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)]
-    torch.onnx.export(
-        _trained(nn.Sequential(*layers)), (torch.zeros(1, 3, SIZE, SIZE),), folder / "m.onnx", dynamo=True
-    )
+    net = _trained(nn.Sequential(*layers))
+    torch.onnx.export(net, (torch.zeros(1, 3, SIZE, SIZE),), folder / "m.onnx", dynamo=True)
     return folder / "m.onnx"
 
 

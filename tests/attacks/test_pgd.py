@@ -42,12 +42,10 @@ def test_finds_the_boundary_of_a_linear_model_to_one_percent(norm, dual):
 def test_projection_ends_inside_in_float64(radius, scale, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     x = (scale * torch.randn(3, 50, generator=generator)).to(dtype)
-    z = x.double() + 10 ** float(torch.randn((), generator=generator)) * torch.randn(
-        3, 50, generator=generator, dtype=torch.float64
-    )
-    r = torch.full((3,), radius, dtype=torch.float64)
+    away = 10 ** float(torch.randn((), generator=generator))
+    z = x.double() + away * torch.randn(3, 50, generator=generator, dtype=torch.float64)
     for norm, order in (("l2", 2), ("linf", float("inf")), ("l1", 1)):
-        stored = inside_ball(x, z, r, norm)
+        stored = inside_ball(x, z, torch.full((3,), radius, dtype=torch.float64), norm)
         assert stored.dtype == dtype
         assert ((stored.double() - x.double()).norm(dim=1, p=order) <= radius).all()
 

@@ -299,9 +299,8 @@ def symbols(text):
 
 
 def limits(least, most=None):
-    return lambda d: d.update(
-        range_constraints={k: {"min_val": least, "max_val": most} for k in d["range_constraints"]}
-    )
+    limit = {"min_val": least, "max_val": most}
+    return lambda d: d.update(range_constraints=dict.fromkeys(d["range_constraints"], limit))
 
 
 SYMBOLS = {
@@ -335,13 +334,8 @@ def rewrite_config(folder: Path, text: str) -> None:
 
 
 def config(**changes) -> str:
-    whole = {
-        "factory": models.factory("mlp"),
-        "arguments": {"widths": [4], "in_features": 3},
-        "input_shape": [3],
-        **changes,
-    }
-    return json.dumps(whole)
+    whole = {"factory": models.factory("mlp"), "arguments": {"widths": [4], "in_features": 3}, "input_shape": [3]}
+    return json.dumps({**whole, **changes})
 
 
 COMMAND = {"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}

@@ -92,9 +92,8 @@ def place(tmp_path_factory):
         Image.fromarray(np.full((5, 5), 60 * i, np.uint8)).save(folder / "photos" / f"{i}.png")
     pixels = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)).eval()
     shapes = ({0: torch.export.Dim("batch")},)
-    torch.export.save(
-        torch.export.export(pixels, (torch.zeros(2, 1, 4, 4),), dynamic_shapes=shapes), folder / "pixels.pt2"
-    )
+    program = torch.export.export(pixels, (torch.zeros(2, 1, 4, 4),), dynamic_shapes=shapes)
+    torch.export.save(program, folder / "pixels.pt2")
     torch.onnx.export(pixels, (torch.zeros(1, 1, 4, 4),), folder / "net.onnx", dynamo=False)
     (folder / "bench.json").write_text('{"rows": []}')
     (folder / "empty").touch()

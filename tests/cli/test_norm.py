@@ -67,9 +67,8 @@ def test_displayed_numbers_are_rounded_to_the_safe_side(equipoise, tmp_path):
 
 
 def test_names_in_a_file_do_not_move_the_cursor(equipoise, tmp_path):
-    save_file(
-        {"\x1b[2Jupper ≤ 1\r\u202e": torch.eye(2), "\x1b[8m": torch.full((2, 2), torch.nan)}, tmp_path / "w.safetensors"
-    )
+    hostile = {"\x1b[2Jupper ≤ 1\r\u202e": torch.eye(2), "\x1b[8m": torch.full((2, 2), torch.nan)}
+    save_file(hostile, tmp_path / "w.safetensors")
     ran = equipoise("norm", tmp_path / "w.safetensors")
     assert not {"\x1b", "\r", "\u202e"} & {*ran.out, *ran.err}
     assert r"\x1b[2J" in ran.out
@@ -106,8 +105,7 @@ def test_files_that_are_no_safetensors_are_one_sentence(equipoise, weights, tmp_
 def test_a_model_in_several_files(equipoise, tmp_path):
     save_file({"a.weight": torch.eye(3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b.weight": 2 * torch.eye(3)}, tmp_path / "model-00002-of-00002.safetensors")
-    found = equipoise("norm", tmp_path, "--json").json
-    assert [row["name"] for row in found["weights"]] == ["a.weight", "b.weight"]
+    assert [row["name"] for row in equipoise("norm", tmp_path, "--json").json["weights"]] == ["a.weight", "b.weight"]
     only = equipoise("norm", tmp_path, "--json", "--only", "b.*").json
     assert [row["name"] for row in only["weights"]] == ["b.weight"]
     none = equipoise("norm", tmp_path, "--only", "c.*")

@@ -125,8 +125,7 @@ def test_products_are_those_of_the_dense_hessian(case):
     model, loss, data, H = case
     operator = LossHessian(model, loss, data, batch_size=7)
     assert model.training
-    V = np.random.default_rng(0).standard_normal((3, operator.size))
-    for v in V:
+    for v in np.random.default_rng(0).standard_normal((3, operator.size)):
         assert np.allclose(operator.matvec(v), H @ v, atol=1e-10 * max(1, np.abs(H).max()))
     assert np.array_equal(operator.matvec(v), operator.matvec(v))  # to the bit
     uneven = iter([(data[0][:3], data[1][:3]), (data[0][3:], data[1][3:])])  # an iterator is kept, not used up
@@ -175,8 +174,7 @@ def test_sharpness_is_the_slope_to_first_order(case):
     s = curvature.sharpness(LossHessian(model, loss, data), radius=1e-3, steps=2)
     operator = LossHessian(model, loss, data)
     slope = np.linalg.norm(operator.gradient())
-    base = operator.value()
-    expected = 1e-3 * slope / (1 + base)  # to first order
+    expected = 1e-3 * slope / (1 + operator.value())  # to first order
     assert s.value == pytest.approx(expected, rel=0.05)
     assert torch.equal(operator.theta, LossHessian(model, loss, data).theta)  # parameters are not touched
 
@@ -271,10 +269,9 @@ def test_flat_losses(size):
 def test_infinite_losses_are_refused():
     model = nn.Linear(2, 2).double()
     model.weight.data.fill_(math.inf)
-    data = (torch.ones(2, 2).double(), torch.tensor([0, 1]))
     for number in (curvature.top_eigenvalue, curvature.trace, curvature.spectral_density, curvature.sharpness):
         with pytest.raises(Refused, match="not finite"):
-            number(LossHessian(model, "ce", data))
+            number(LossHessian(model, "ce", (torch.ones(2, 2).double(), torch.tensor([0, 1]))))
 
 
 def network(out=3):

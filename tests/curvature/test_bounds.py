@@ -66,8 +66,7 @@ def test_the_report_bounds_the_gauss_newton_matrix(chain, loss, scale):
     x = torch.randn(5, *shape).double()
     y = torch.randint(3, (5,)) if loss == "ce" else torch.randn(5, 3).double()
     report = hessian_bound_report(model, loss, (x, y))
-    G = gauss_newton(model, loss, (x, y))
-    assert np.linalg.norm(G, 2) <= report.gauss_newton
+    assert np.linalg.norm(gauss_newton(model, loss, (x, y)), 2) <= report.gauss_newton
     assert report.logit_gradient > 0
     assert not report.bounds_hessian
     assert sum(row.share for row in report.rows) == pytest.approx(1)
@@ -170,9 +169,8 @@ def test_a_gradient_that_is_small_at_one_point_only_is_no_bound():
     model = nn.Linear(1, 1, bias=False).double()
     model.weight.data.zero_()
     data = (torch.ones(1, 1).double(), torch.zeros(1, 1).double())
-    at_minimum = smoothed_loss_bound(
-        2.0, float(np.linalg.norm(LossHessian(model, "mse", data).gradient())), 1.0, everywhere=False
-    )
+    slope = float(np.linalg.norm(LossHessian(model, "mse", data).gradient()))
+    at_minimum = smoothed_loss_bound(2.0, slope, 1.0, everywhere=False)
     assert at_minimum.kind is Kind.ESTIMATE
     assert smoothed(model, "mse", data, sigma=1.0, draws=8) == pytest.approx(2.0)
     assert float(at_minimum) < 1e-6

@@ -34,9 +34,8 @@ def png(image: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    np.savez_compressed(
-        folder / "a.npz", image_test=np.asfortranarray(x), label_test=y[:, None], x_train=x[:2], y_train=y[:2]
-    )
+    parts = {"x_train": x[:2], "y_train": y[:2]}
+    np.savez_compressed(folder / "a.npz", image_test=np.asfortranarray(x), label_test=y[:, None], **parts)
     return str(folder / "a.npz")
 
 

@@ -58,9 +58,7 @@ def test_a_difference_is_one_where_the_quartiles_do_not_meet(before, after, verd
 
 def test_measurements_are_stored_and_compared(equipoise, tmp_path):
     file = tmp_path / "a.json"
-    ran = equipoise(
-        "bench", "all", "--quick", "--rounds", "2", "--only", "float32", "--only", "AOL", "--json", str(file)
-    )
+    ran = equipoise("bench", "all", "--quick", "--rounds", 2, "--only", "float32", "--only", "AOL", "--json", file)
     assert ran.code == 0, ran.error
     ran = equipoise("bench", "compare", str(file), str(file), "--json")
     assert [row["verdict"] for row in ran.json["rows"]] == ["no difference seen"] * 5

@@ -45,10 +45,8 @@ def test_forward_and_backward(name):
 
 
 def test_plain_networks_have_the_published_sizes():
-    sizes = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}
-    for name, size in sizes.items():
-        net = build(name, stem="imagenet", num_classes=1000)
-        assert sum(p.numel() for p in net.parameters()) == size
+    for name, size in {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}.items():
+        assert sum(p.numel() for p in build(name, stem="imagenet", num_classes=1000).parameters()) == size
     assert sum(p.numel() for p in build("vgg16", hidden=4096, num_classes=1000).parameters()) == 138_365_992
     assert sum(p.numel() for p in build("wide_resnet", depth=16, widen=4).parameters()) == 2_748_890
     assert "layer4.0.downsample.1.running_var" in build("resnet18", stem="imagenet").state_dict()

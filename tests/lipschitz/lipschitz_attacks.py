@@ -13,9 +13,7 @@ def stacked(output) -> Tensor:
     return torch.cat([x.reshape(len(x), -1) for x in leaves], 1)
 
 
-def attack(
-    model: nn.Module, shape: tuple[int, ...], ball: float | None = None, seed: int = 0, steps: int = 40
-) -> float:
+def attack(model: nn.Module, shape: tuple[int, ...], ball: float | None = None, seed=0, steps: int = 40) -> float:
     """The largest stretch found (a lower bound of the Lipschitz constant on the ball)."""
     model = copy.deepcopy(model).double().eval().requires_grad_(False)
     g = torch.Generator().manual_seed(seed)

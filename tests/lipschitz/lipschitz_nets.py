@@ -79,9 +79,8 @@ def _encoder(weights):
 
 
 def mixer_block():
-    return Op(
-        _mixer, n1=nn.LayerNorm(6, eps=0.1), n2=nn.LayerNorm(6, eps=0.1), tokens=mlp(4, 6, 4), channels=mlp(6, 6, 6)
-    )
+    norms = {"n1": nn.LayerNorm(6, eps=0.1), "n2": nn.LayerNorm(6, eps=0.1)}
+    return Op(_mixer, **norms, tokens=mlp(4, 6, 4), channels=mlp(6, 6, 6))
 
 
 def on_patches(*blocks):

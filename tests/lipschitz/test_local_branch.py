@@ -127,9 +127,8 @@ def test_properties_of_boxes_and_balls(tmp_path):
     """Thresholds just beyond and just within the least difference of outputs, by a dense grid."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2)).double().eval()
-    grid = torch.cartesian_prod(
-        torch.linspace(-1, 0.5, 400, dtype=torch.float64), torch.linspace(-0.75, 0.1, 400, dtype=torch.float64)
-    )
+    line = lambda low, high: torch.linspace(low, high, 400, dtype=torch.float64)  # noqa: E731 - one side of the grid
+    grid = torch.cartesian_prod(line(-1, 0.5), line(-0.75, 0.1))
     near = grid[(grid - torch.tensor([-0.25, -0.325])).norm(dim=1) <= 0.4]
     file, example = tmp_path / "p.vnnlib", torch.zeros(1, 2, dtype=torch.float64)
     for points, radius in ((grid, None), (near, 0.4)):

@@ -32,9 +32,8 @@ def test_the_packaged_figures_come_out_of_the_plain_call(data_dir):
 
 def test_rounding_leaves_one_lipschitz_networks_their_radii():
     torch.manual_seed(0)
-    net = nn.Sequential(
-        *(m for _ in range(12) for m in (eq.nn.SRLinear(24, 24), eq.nn.MaxMin())), eq.nn.SRLinear(24, 3)
-    ).eval()
+    blocks = (m for _ in range(12) for m in (eq.nn.SRLinear(24, 24), eq.nn.MaxMin()))
+    net = nn.Sequential(*blocks, eq.nn.SRLinear(24, 3)).eval()
     found = eq.certified_radius(net, torch.randn(4, 24), effort="fast", deployed="float32")
     assert (found.radius > 0).all()
     assert (found.deployed > 0.9 * found.radius).all()
@@ -53,8 +52,7 @@ def test_bounds_in_the_norm_of_the_ball_are_used(norm, factor):
         layer.weight.data = weight / weight.sum(order, keepdim=True)
         layers += [layer, nn.ReLU()]
     net = nn.Sequential(*layers, nn.Flatten()).double().eval()
-    x = torch.rand(2, 40, dtype=torch.float64)
-    found = eq.certified_radius(net, x, norm=norm, effort="fast")
+    found = eq.certified_radius(net, torch.rand(2, 40, dtype=torch.float64), norm=norm, effort="fast")
     assert (found.radius >= found.margins / factor * (1 - 1e-3)).all()
 
 

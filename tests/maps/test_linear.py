@@ -90,10 +90,8 @@ def test_composition_is_the_product_up_to_its_error(name):
     found = compose(first, then)
     assert (found is not None) == possible
     if found is not None:
-        double = [_wide(form) for form in (first, then)]
-        M = dense(double[1], double[0].apply(torch.zeros(1, *shape, dtype=torch.float64)).shape[1:]) @ dense(
-            double[0], shape
-        )
+        one, two = (_wide(form) for form in (first, then))
+        M = dense(two, one.apply(torch.zeros(1, *shape, dtype=torch.float64)).shape[1:]) @ dense(one, shape)
         gap = torch.linalg.matrix_norm(dense(found, shape) - M, 2)
         assert float(gap) <= found.error + 1e-13 * float(torch.linalg.matrix_norm(M, 2))
         assert 0 <= found.error < 1e-9

@@ -49,13 +49,7 @@ class LayerCase:
         return self.build(kind, inputs, outputs, **{**self.options, **options})
 
 
-_SUFFIX = {
-    "linear": "Linear",
-    "conv1d": "Conv1d",
-    "conv2d": "Conv2d",
-    "conv3d": "Conv3d",
-    "transpose2d": "ConvTranspose2d",
-}
+_SUFFIX = {f"conv{d}d": f"Conv{d}d" for d in (1, 2, 3)} | {"linear": "Linear", "transpose2d": "ConvTranspose2d"}
 
 
 def by_name(prefix: str) -> Builder:

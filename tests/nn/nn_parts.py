@@ -17,9 +17,7 @@ def jacobian_norm(module: nn.Module, x: Tensor) -> float:
     return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()).double(), ord=2))
 
 
-def worst_ratio(
-    module: nn.Module, shape: tuple[int, ...], dtype=torch.float64, pairs: int = 200, seed: int = 0
-) -> float:
+def worst_ratio(module: nn.Module, shape: tuple[int, ...], dtype=torch.float64, pairs=200, seed=0) -> float:
     """Largest ‖f(x) − f(x')‖/‖x − x'‖ over random pairs at several scales: a lower bound of the constant."""
     generator = torch.Generator().manual_seed(seed)
     worst = 0.0

@@ -133,9 +133,7 @@ def test_a_window_reads_no_future_and_nothing_beyond():
     assert torch.equal(block(x)[:, 3:], block(y)[:, 3:])
 
 
-@pytest.mark.parametrize(
-    "options", [{"heads": 3}, {"heads": 0}, {"window": -1}, {"window": 2, "memory": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"heads": 3}, {"heads": 0}, {"window": -1}, {"window": 2, "memory": True}])
 def test_what_no_attention_is_made_of(options):
     with pytest.raises(InputError, match=r"heads|window"):
         ConvexAttention(4, **options)

@@ -17,18 +17,9 @@ from equipoise.core import InputError
 from equipoise.nn import CertifiedAccuracy, losses
 from equipoise.smoothing import margin_radius
 
-MARGIN_LOSSES = {
-    "lmt": losses.lipschitz_margin,
-    "gloro": losses.gloro,
-    "emma": losses.emma,
-    "la": losses.logit_annealing,
-}
-LOSSES = {
-    "offset_cross_entropy": losses.offset_cross_entropy,
-    "margin_hinge": losses.margin_hinge,
-    "hkr": losses.hkr,
-    **MARGIN_LOSSES,
-}
+MARGIN = {"lmt": losses.lipschitz_margin, "gloro": losses.gloro, "emma": losses.emma, "la": losses.logit_annealing}
+PLAIN = (losses.offset_cross_entropy, losses.margin_hinge, losses.hkr)
+LOSSES = {loss.__name__: loss for loss in PLAIN} | MARGIN
 
 Z = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.3, 4.0], [1.0, 1.0, -2.0]], dtype=torch.float64)
 Y = torch.tensor([0, 1, 0])
@@ -63,8 +54,7 @@ def test_lipschitz_margin_lifts_the_other_logits():
 def test_gloro_bottom_wins_exactly_where_the_radius_is_not_certified():
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(200, 5, generator=generator, dtype=torch.float64)
-    W = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    for weight in (None, W):
+    for weight in (None, torch.randn(5, 7, generator=generator, dtype=torch.float64)):
         bottom = losses.gloro_logits(z, 0.2, 0.7, weight).argmax(1) == 5
         certified = margin_radius(z, z.argmax(1), 0.7, weight=weight) >= 0.2
         assert bool((bottom ^ certified).all())
@@ -90,7 +80,7 @@ def test_emma_lifts_to_the_margin_reached_at_most_to_epsilon():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_a_gradient_also_for_the_constant(name):
-    arguments = (0.5,) if name in MARGIN_LOSSES else ()
+    arguments = (0.5,) if name in MARGIN else ()
     largest = torch.tensor([[3e38, -3e38, 1.0], [3e38, 2.9e38, 0.0]])  # near the end of float32
     for start, labels in ((Z, Y), (largest, Y[::2])):
         z = start.clone().requires_grad_()
@@ -99,7 +89,7 @@ def test_every_loss_has_a_gradient_also_for_the_constant(name):
         assert math.isfinite(loss.item())
         assert bool(torch.isfinite(z.grad).all())
         assert float(z.grad.abs().sum()) > 0 or start is largest
-    if name in MARGIN_LOSSES:
+    if name in MARGIN:
         W = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
         L = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
         LOSSES[name](Z, Y, 0.5, L, W).backward()
@@ -141,8 +131,7 @@ def test_bad_input():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pair_constants_are_float64_and_never_below_the_truth(dtype):
     """√2·L and ‖w_i − w_j‖ of the stored weights, against exact rational arithmetic."""
-    generator = torch.Generator().manual_seed(0)
-    W = torch.randn(6, 40, generator=generator, dtype=dtype)
+    W = torch.randn(6, 40, generator=torch.Generator().manual_seed(0), dtype=dtype)
     y = torch.arange(6)
     K = losses.pair_constants(y, 0.7, W)
     assert K.dtype == torch.float64

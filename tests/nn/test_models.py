@@ -103,12 +103,8 @@ def test_two_hundred_blocks_train_without_normalisation():
 
 
 def test_sizes_of_the_published_sll_networks():
-    for size, conv, dense, channels in (
-        ("small", 20, 7, 45),
-        ("medium", 30, 10, 60),
-        ("large", 50, 10, 90),
-        ("xlarge", 70, 15, 120),
-    ):
+    published = {"small": (20, 7, 45), "medium": (30, 10, 60), "large": (50, 10, 90), "xlarge": (70, 15, 120)}
+    for size, (conv, dense, channels) in published.items():
         with torch.device("meta"):
             net = build(f"sll_{size}", input_size=8)
         names = [type(m).__name__ for m in net]

@@ -72,9 +72,8 @@ def test_a_transposed_series_is_the_adjoint_of_one(k, s, d, p, extra):
 def test_a_strided_layer_on_a_circle_is_a_contraction_on_every_size(cls, k, s):
     """On a circle that the stride does not divide patches meet that do not meet elsewhere."""
     torch.manual_seed(0)
-    layer = cls(
-        1, 4, k, stride=s, padding=(k - 1) // 2, padding_mode="circular", bias=False, dtype=torch.float64
-    ).eval()
+    options = {"padding_mode": "circular", "bias": False, "dtype": torch.float64}
+    layer = cls(1, 4, k, stride=s, padding=(k - 1) // 2, **options).eval()
     for n in (4, 5, 6, 7):
         shape = (1, n) if cls.__name__.endswith("1d") else (1, n, n)
         assert float(torch.linalg.svdvals(operator_matrix(exported(layer), shape))[0]) <= 1

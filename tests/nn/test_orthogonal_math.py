@@ -23,23 +23,17 @@ sizes = st.integers(1, 7)
 
 @given(sizes, sizes, st.integers(0, 10_000), st.floats(-12, 12), st.floats(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_the_last_step_makes_any_matrix_a_contraction(
-    m: int, extra: int, seed: int, size: float, spread: float
-) -> None:
+def test_the_last_step_makes_any_matrix_a_contraction(m: int, extra: int, seed: int, size: float, spread: float):
     g = torch.Generator().manual_seed(seed)
     W = torch.randn(m, m + extra, generator=g) * 10**size * torch.logspace(-spread, 0, m)[:, None]
-    found = last_step(W).float().double()
-    assert float(torch.linalg.matrix_norm(found, 2)) <= 1
+    assert float(torch.linalg.matrix_norm(last_step(W).float().double(), 2)) <= 1
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("nearly", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4, 4), (1, 1), (130, 140)])
-def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(
-    shape: tuple[int, ...], nearly: bool
-) -> None:
-    g = torch.Generator().manual_seed(0)
-    W, direction = torch.randn(2, *shape, generator=g, dtype=torch.float64)
+def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(shape: tuple[int, ...], nearly: bool):
+    W, direction = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     if nearly:  # as an optimizer keeps it: the last step is enough
         U, _, Vh = torch.linalg.svd(W, full_matrices=False)
         W = U @ Vh + 1e-9 * W
@@ -57,8 +51,7 @@ def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(
 
 @pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-6, 0.0])
 def test_gradients_of_nearly_singular_matrices_keep_their_digits_and_stay_finite(spread: float) -> None:
-    g = torch.Generator().manual_seed(0)
-    W, direction = torch.randn(2, 4, 6, generator=g)
+    W, direction = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     W[3] = W[2] + spread * W[3]
     exact, found = W.double().requires_grad_(), W.requires_grad_()
     orthonormal(exact).backward(direction.double())

@@ -61,9 +61,8 @@ def test_more_steps_approach_spectral_normalisation():
     W = torch.randn(1, 20, 20, dtype=torch.float64)
     norms = [float(torch.linalg.matrix_norm(rescaling_pair(W, t)[0][0], 2)) for t in (1, 2, 4, 8)]
     assert norms == sorted(norms)
-    torch.testing.assert_close(
-        rescaling_pair(W, 10)[0][0], W[0] / torch.linalg.matrix_norm(W[0], 2), rtol=2e-2, atol=1e-3
-    )
+    expected = W[0] / torch.linalg.matrix_norm(W[0], 2)
+    torch.testing.assert_close(rescaling_pair(W, 10)[0][0], expected, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv2d"])
@@ -77,8 +76,7 @@ def test_q_acts_and_learns(kind):
     with torch.no_grad():
         method(layer).log_q.copy_(torch.randn_like(method(layer).log_q))
     assert (layer.weight - before).abs().max() > 1e-2
-    shape = tuple(x.shape[1:])
-    assert reference_norm(exported(layer), shape) <= 1
+    assert reference_norm(exported(layer), tuple(x.shape[1:])) <= 1
     best = torch.optim.Adam([method(layer).log_q], lr=0.05)
     start = float(layer.weight.detach().square().sum())
     for _ in range(60):
@@ -123,8 +121,7 @@ def test_patches_of_an_orthogonal_matrix_stay():
     Q = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0]
     plain = nn.Conv2d(3, 12, 2, stride=2, bias=False, dtype=torch.float64)
     plain.weight.data.copy_(Q.reshape(12, 3, 2, 2))
-    layer = eqn.AOLConv2d.from_plain(plain)
-    torch.testing.assert_close(layer.weight, plain.weight, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(eqn.AOLConv2d.from_plain(plain).weight, plain.weight, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["SN", "AOL", "SR"])
@@ -139,8 +136,7 @@ def test_grouped_norm_is_the_largest_not_the_product(name):
 def test_over_padding_on_the_circle_is_refused_and_zeros_allowed():
     with pytest.raises(Refused, match="circular padding of 2"):
         eqn.SRConv2d(4, 4, 3, padding=2, padding_mode="circular")
-    layer = eqn.SRConv2d(2, 2, 3, padding=4, t=4)
-    assert reference_norm(exported(layer), (2, 5, 5)) <= 1 + 1e-6
+    assert reference_norm(exported(eqn.SRConv2d(2, 2, 3, padding=4, t=4)), (2, 5, 5)) <= 1 + 1e-6
 
 
 def test_circular_stride_that_does_not_divide_the_size():
@@ -227,10 +223,8 @@ def test_the_closed_form_is_that_of_the_operators(case, t, learned):
         for a, b, c in zip(closed, one, other, strict=True):
             torch.testing.assert_close(a, c, rtol=1e-7, atol=1e-9)
             torch.testing.assert_close(b, c, rtol=1e-7, atol=1e-9)
-        twice = [
-            torch.autograd.grad(sum(v.square().sum() for v in first), wanted, retain_graph=True)
-            for first in (one, other)
-        ]
+        sums = [sum(v.square().sum() for v in first) for first in (one, other)]
+        twice = [torch.autograd.grad(total, wanted, retain_graph=True) for total in sums]
         for a, b in zip(*twice, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

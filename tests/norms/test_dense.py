@@ -17,10 +17,8 @@ def deaf(m, n):
     q = random_start(n, torch.zeros(1, dtype=torch.float64))
     x = torch.randn(n, dtype=torch.float64)
     x -= q * (q @ x) / (q @ q)
-    return (
-        0.3 * spectrum(m, n, lambda i: (1 + i) ** -0.5)
-        + torch.outer(torch.randn(m, dtype=torch.float64), x / x.norm()) / m**0.5
-    )
+    unseen = torch.outer(torch.randn(m, dtype=torch.float64), x / x.norm()) / m**0.5
+    return 0.3 * spectrum(m, n, lambda i: (1 + i) ** -0.5) + unseen
 
 
 #: (m, n) → a matrix with n ≤ m columns

@@ -39,9 +39,7 @@ def node(kind: str, *inputs: str, to: str = "y0", name: str = "", **attributes: 
     return helper.make_node(kind, list(inputs), [to], name=name or f"the_{kind}_{to}", **attributes)
 
 
-def model(
-    nodes: list[Any], shape: tuple[Any, ...], opset: int = 17, outputs: int = 1, **constants: np.ndarray
-) -> bytes:
+def model(nodes: list[Any], shape: tuple[Any, ...], opset: int = 17, outputs: int = 1, **constants: Any) -> bytes:
     graph = helper.make_graph(
         nodes,
         "graph",
@@ -53,9 +51,7 @@ def model(
     return bytes(made.SerializeToString())
 
 
-def one(
-    kind: str, shape: tuple[int, ...], *constants: Any, opset: int = 17, outputs: int = 1, **attributes: Any
-) -> bytes:
+def one(kind: str, shape: Any, *constants: Any, opset: int = 17, outputs: int = 1, **attributes: Any) -> bytes:
     """A graph of one node that reads x and the constants (None: left out)."""
     names = ["x", *["" if c is None else f"c{i}" for i, c in enumerate(constants)]]
     made = helper.make_node(kind, names, [f"y{i}" for i in range(outputs)], name=f"the_{kind}", **attributes)
@@ -171,19 +167,14 @@ CASES |= {
         [node("Shape", "x", to="s"), node("ConstantOfShape", "s", to="o", value=numpy_helper.from_array(numbers(1))),
          node("Add", "x", "o")], (3, 4)),
 }  # fmt: skip
-for how, mode in itertools.product(
-    ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners"), ("nearest", "linear")
-):
+COORDINATES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners")
+for how, mode in itertools.product(COORDINATES, ("nearest", "linear")):
     factors = np.array([1, 1, 2, 1.5], dtype=np.float32)
     CASES[f"Resize {mode} {how}"] = one("Resize", IMAGE, None, factors, mode=mode, coordinate_transformation_mode=how)
 
 
 GELU = [node("Div", "x", "root", to="a"), node("Erf", "a", to="b"), node("Add", "b", "one", to="c")]
-MEAN_SQUARE = [
-    node("Pow", "x", "two", to="p"),
-    node("ReduceMean", "p", "last", to="m"),
-    node("Add", "m", "eps", to="e"),
-]
+SQUARES = [node("Pow", "x", "two", to="p"), node("ReduceMean", "p", "last", to="m"), node("Add", "m", "eps", to="e")]
 #: networks as exporters write them, whose bound is compared with their slopes
 WRITTEN = {
     "swish": model([node("Sigmoid", "x", to="s"), node("Mul", "x", "s")], ("n", 5), 13),
@@ -193,7 +184,7 @@ WRITTEN = {
         [node("Softplus", "x", to="s"), node("Greater", "x", "t", to="g"), node("Where", "g", "x", "s")],
         ("n", 5), t=scalar(20)),
     "root mean square": model(
-        [*MEAN_SQUARE, node("Sqrt", "e", to="r"), node("Reciprocal", "r", to="i"), node("Mul", "x", "i")],
+        [*SQUARES, node("Sqrt", "e", to="r"), node("Reciprocal", "r", to="i"), node("Mul", "x", "i")],
         ("n", 3, 5), 18, two=scalar(2), last=whole(-1), eps=scalar(0.1)),
 }  # fmt: skip
 CASES |= WRITTEN
@@ -264,9 +255,7 @@ def test_a_bound_of_an_onnx_network_is_the_bound_of_the_same_module(how: dict[st
      ("controller-quadrotor", None), ("lyapunov-quadrotor2d", 1.0), ("malware-linear-25", None), ("rul-cnn-small-20", None),
      ("safenlp-medical", None), ("tiny-yolo", None), ("vit-ibp-3-3-8", 1.0)],
 )  # fmt: skip
-def test_files_of_the_competition_are_bounded_and_the_bound_holds(
-    name: str, ball: float | None, data_dir: Path, equipoise: Any
-) -> None:
+def test_competition_files_have_bounds_that_hold(name: str, ball: float | None, data_dir: Path, equipoise: Any) -> None:
     path = data_dir / "onnx" / f"{name}.onnx"
     if not path.exists():
         pytest.skip(f"{path.name} is not in the data folder")

@@ -220,8 +220,7 @@ def test_radii_by_name_and_ties():
     model = net()
     model.tied = nn.Linear(40, 24)
     model.tied.weight = model[2].weight
-    guard = SpectralGuard(model, radius={"0": 0.5, "2": 2.0, "tied": 1.0})
-    found = guard.bounds()
+    found = SpectralGuard(model, radius={"0": 0.5, "2": 2.0, "tied": 1.0}).bounds()
     assert set(found) == {"0", "2", "tied"}
     assert found["0"].upper <= 0.5 * (1 + TOLERANCE)
     assert found["2"].upper == found["tied"].upper <= 1 + TOLERANCE
@@ -320,8 +319,7 @@ def test_hugging_faces_conv1d_is_guarded():
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     model = nn.Sequential(pytorch_utils.Conv1D(6, 4))  # weight (in, out)
     nn.init.normal_(model[0].weight)
-    guard = SpectralGuard(model, radius=0.5)
-    assert guard.bounds()["0"].upper <= 0.5 * (1 + TOLERANCE)
+    assert SpectralGuard(model, radius=0.5).bounds()["0"].upper <= 0.5 * (1 + TOLERANCE)
     assert float(torch.linalg.svdvals(model[0].weight.detach().double())[0]) <= 0.5 * (1 + TOLERANCE)
 
 

@@ -10,9 +10,7 @@ from equipoise.optim import SpectralGuard
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-43, 1e-41, 1e-38, 1e-30, 1e18])
-@pytest.mark.parametrize(
-    "module", [nn.Linear(30, 40, bias=False), nn.Conv2d(3, 4, 1, bias=False)], ids=["dense", "conv"]
-)
+@pytest.mark.parametrize("module", [nn.Linear(30, 40, bias=False), nn.Conv2d(3, 4, 1, bias=False)], ids=repr)
 def test_brackets_of_weights_at_the_ends_of_the_range_hold(module, size):
     """Scaling a weight rounds what underflows by more than its last digit."""
 

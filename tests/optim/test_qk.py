@@ -152,10 +152,8 @@ def test_norms_of_updates_and_weights_per_matrix_and_head(dtype):
         for (name, p), old in zip(net.named_parameters(), before, strict=True):
             if p.dim() < 2:
                 continue
-            for bracket, truth in (
-                (rows[name].weight, p.detach().double()),
-                (rows[name].update, p.detach().double() - old),
-            ):
+            found, now = rows[name], p.detach().double()
+            for bracket, truth in ((found.weight, now), (found.update, now - old)):
                 blocks = truth.unflatten(0, (4, -1)) if name == "0.weight" else truth
                 sigma = torch.linalg.matrix_norm(blocks, 2)
                 assert bool((torch.as_tensor(bracket.lower) <= sigma * (1 + 1e-6)).all())

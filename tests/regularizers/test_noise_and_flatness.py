@@ -33,9 +33,8 @@ def test_noise_has_its_deviation_and_copies_differ():
 
 def test_consistency_loss_is_its_formula():
     model, (x, y) = net(), data()
-    loss = consistency_loss(
-        model, x, y, 0.5, copies=3, weight=2.0, entropy=0.7, generator=torch.Generator().manual_seed(1)
-    )
+    drawn = torch.Generator().manual_seed(1)
+    loss = consistency_loss(model, x, y, 0.5, copies=3, weight=2.0, entropy=0.7, generator=drawn)
     noisy = noisy_copies(x, 0.5, 3, torch.Generator().manual_seed(1))
     p = model(noisy).softmax(1).reshape(3, len(x), -1)
     mean = p.mean(0)

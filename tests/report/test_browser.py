@@ -52,10 +52,8 @@ def opened(browser, path, width=1200, height=900, dark=False):
     browser.get("about:blank")
     browser.get_log("browser")
     browser.get(path.as_uri())
-    wait(
-        browser,
-        "return [...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg .plot, svg.main-svg'))",
-    )
+    drawn = "c.querySelector('svg .plot, svg.main-svg')"
+    wait(browser, f"return [...document.querySelectorAll('.chart')].every((c) => {drawn})")
     yield browser
     browser.execute_script("try { localStorage.clear(); } catch (e) { /* none */ }")
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
@@ -107,8 +105,7 @@ def test_light_dark_and_on_paper(browser, pages):
 @pytest.mark.parametrize("name", ["usual", "hostile"])
 def test_a_phone_does_not_scroll_sideways(browser, pages, name):
     with opened(browser, pages[name], 360, 740) as page:
-        wide = page.execute_script("return document.documentElement.scrollWidth")
-        assert wide <= 360
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
         assert page.execute_script("return window.innerWidth") == 360
 
 
@@ -133,9 +130,8 @@ def test_downloads_hold_every_number(browser, pages, report_parts):
         page.execute_script("document.getElementById('save-json').click();")
         for table in page.execute_script("return [...document.querySelectorAll('table[id]')].map((t) => t.id)"):
             rows = page.execute_script("return document.getElementById(arguments[0]).rows.length", table)
-            assert (
-                len(page.execute_script("return window.equipoise.tableCsv(arguments[0])", table).splitlines()) == rows
-            )
+            csv = page.execute_script("return window.equipoise.tableCsv(arguments[0])", table)
+            assert len(csv.splitlines()) == rows
             latex = page.execute_script("return window.equipoise.tableLatex(arguments[0])", table)
             assert latex.count("\\\\") == rows
             assert latex.count(r"\begin{tabular}") == latex.count(r"\bottomrule") == 1
@@ -143,10 +139,8 @@ def test_downloads_hold_every_number(browser, pages, report_parts):
 
 
 def test_a_spreadsheet_sees_no_formula(browser, tmp_path, report_parts):
-    path = write_report(report_parts.whole(5, "=1+1"), tmp_path / "formula.html")
-    with opened(browser, path) as page:
-        rows = page.execute_script("return window.equipoise.inputsCsv()").splitlines()
-        assert rows[1].startswith("'=1+1,'=1+1,")
+    with opened(browser, write_report(report_parts.whole(5, "=1+1"), tmp_path / "formula.html")) as page:
+        assert page.execute_script("return window.equipoise.inputsCsv()").splitlines()[1].startswith("'=1+1,'=1+1,")
 
 
 def test_ten_thousand_inputs(browser, pages):

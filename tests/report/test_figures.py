@@ -40,14 +40,12 @@ def test_a_drawn_attack_never_shows_fewer_survivors_than_there_were(distances, l
 
 
 def test_curves_of_ten_thousand_inputs_are_short(report_parts):
-    figure = figures.curves([report_parts.series(10_000)], [], 3.0)
-    assert len(figure["data"][0]["x"]) <= figures.POINTS + 2
+    assert len(figures.curves([report_parts.series(10_000)], [], 3.0)["data"][0]["x"]) <= figures.POINTS + 2
 
 
 def test_no_two_curves_look_alike(report_parts):
-    several = [
-        report_parts.certified([1.0], procedure=p, run=r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")
-    ]
+    pairs = [(p, r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")]
+    several = [report_parts.certified([1.0], procedure=p, run=r) for p, r in pairs]
     traces = figures.curves(several, [], 2.0)["data"]
     assert len({(t["line"]["color"], t["line"]["dash"]) for t in traces}) == len(several)
     assert len({t["name"] for t in traces}) == len(several)

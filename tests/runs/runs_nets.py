@@ -14,8 +14,7 @@ SHAPE = (1, 4, 4)
 
 def data(count=12, classes=4, seed=0):
     """Inputs (count, 1, 4, 4) in [0, 1] with labels."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(count, *SHAPE, generator=generator)
+    x = torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
     return x, (x.flatten(1) @ _directions(classes).T).argmax(dim=1)
 
 

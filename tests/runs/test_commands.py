@@ -35,8 +35,7 @@ def shown(text):
 def place(call, tmp_path_factory):
     """A network trained for a moment on scaled digits, saved as a program with a dynamic batch; its runs."""
     folder = tmp_path_factory.mktemp("commands")
-    data = load_dataset("digits", "train")
-    x, y = data.batch(np.arange(600))
+    x, y = load_dataset("digits", "train").batch(np.arange(600))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)

@@ -103,13 +103,10 @@ def test_the_lipschitz_interval_is_the_printed_one_and_covers():
 
 def test_a_small_constant_shortens_the_bounds_of_soft_scores():
     """Where σL√(2 ln(1/α)/n) is below Bernstein's interval whatever the variance; a larger constant changes nothing."""
-    rng = np.random.default_rng(10)
-    scores = 0.5 + 0.05 * rng.uniform(-1, 1, (30, 400, 1))
+    scores = 0.5 + 0.05 * np.random.default_rng(10).uniform(-1, 1, (30, 400, 1))
     scores = np.concatenate([scores, 0.6 * (1 - scores), 0.4 * (1 - scores)], axis=2)
-    bounds = {
-        L: certify_scores(scores[:, :50], scores, 0.25, 0.01, "lvm", lipschitz=L, pair_lipschitz=2 * L)
-        for L in (0.3, 3.0)
-    }
+    pick = (scores[:, :50], scores, 0.25, 0.01, "lvm")
+    bounds = {L: certify_scores(*pick, lipschitz=L, pair_lipschitz=2 * L) for L in (0.3, 3.0)}
     half_width = 0.25 * 0.3 * np.sqrt(2 * np.log(3 / 0.01) / 400)
     one = bounds[0.3].buckets == 3
     assert one.any()

@@ -14,8 +14,7 @@ def test_linear_classifier_where_the_truth_is_known():
     """f(x) = Wx: the distance to class k's boundary is margin_k/‖W_y − W_k‖, which the last-layer radius attains."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(5, 8, generator=generator, dtype=torch.float64)
-    x = torch.randn(100, 8, generator=generator, dtype=torch.float64)
-    z = x @ w.T
+    z = torch.randn(100, 8, generator=generator, dtype=torch.float64) @ w.T
     y = z.argmax(dim=1)
     gaps = z.gather(1, y[:, None]) - z
     norms = (w[y][:, None] - w[None]).norm(dim=2)
@@ -23,8 +22,7 @@ def test_linear_classifier_where_the_truth_is_known():
     pair = margin_radius(z, y, weight=w)
     assert (pair <= truth).all()
     np.testing.assert_allclose(pair, truth, rtol=1e-12)
-    whole = margin_radius(z, y, float(torch.linalg.matrix_norm(w, 2)) * (1 + 1e-12))
-    assert (whole <= pair).all()
+    assert (margin_radius(z, y, float(torch.linalg.matrix_norm(w, 2)) * (1 + 1e-12)) <= pair).all()
     rows = margin_radius(z, y, (w.norm(dim=1) * (1 + 1e-12)).tolist())
     assert (rows <= pair).all()
     assert (rows > 0).any()
@@ -72,9 +70,8 @@ def test_the_error_of_the_logits_is_covered():
     for z, row, e in zip(logits, exact, error, strict=True):
         assert all(abs(Fraction(float(v)) - t) <= Fraction(float(d)) for v, t, d in zip(z, row, e, strict=True))
     plain, covered = margins(logits, labels), margins(logits, labels, error)
-    true = torch.tensor(
-        [[float(r[y] - v) for v in r] for r, y in zip(exact, labels.tolist(), strict=True)], dtype=torch.float64
-    )
+    true = [[float(r[y] - v) for v in r] for r, y in zip(exact, labels.tolist(), strict=True)]
+    true = torch.tensor(true, dtype=torch.float64)
     rivals = torch.isfinite(plain)
     assert (covered[rivals] <= true[rivals]).all()
     assert (plain[rivals] > true[rivals]).any(), "without the error the margin is not a bound"

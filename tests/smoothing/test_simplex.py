@@ -67,10 +67,8 @@ def test_constants_hold_and_are_sharp(name):
         most["component"] = max(most["component"], float(jacobian.norm(dim=1).max()))
         most["pair"] = max(most["pair"], float((jacobian[0] - jacobian[1]).norm()))
     chosen = SimplexMap(name)
-    for bound, seen in [
-        (chosen.component_lipschitz(1.0, classes), most["component"]),
-        (chosen.pair_lipschitz(1.0), most["pair"]),
-    ]:
+    bounds = (chosen.component_lipschitz(1.0, classes), chosen.pair_lipschitz(1.0))
+    for bound, seen in zip(bounds, most.values(), strict=True):
         assert seen <= bound + 1e-12
         assert seen == pytest.approx(bound, rel=1e-6)
 

@@ -43,9 +43,8 @@ def test_draws_do_not_depend_on_anything_but_their_key():
     short = torch.cat(list(one.logits(x[0], 130, input_id="a", stream=Stream.ESTIMATION)))
     assert torch.equal(long[:130], short)
     assert len(long) == 950
-    again = SmoothedClassifier(HalfSpace(*NORMAL, scale=10.0).eval(), 0.5, 2, seed=4).certify(
-        x, n=1000, procedure="cpm"
-    )
+    reseeded = SmoothedClassifier(HalfSpace(*NORMAL, scale=10.0).eval(), 0.5, 2, seed=4)
+    again = reseeded.certify(x, n=1000, procedure="cpm")
     assert not np.array_equal(again.p_lower, whole.p_lower)
 
 
@@ -144,8 +143,7 @@ def test_lipschitz_aware_radii_of_a_linear_network_stay_below_the_exact_distance
 def test_predict(classifier):
     assert classifier.predict(_points(0.5, -0.5, 0.0)).tolist() == [0, 1, -1]
     assert predict_counts([[0, 0], [1000, 0], [10, 10]], 0.001).tolist() == [-1, 0, -1]
-    rng = np.random.default_rng(0)
-    votes = rng.multinomial(100, [0.5, 0.5], 20_000)
+    votes = np.random.default_rng(0).multinomial(100, [0.5, 0.5], 20_000)
     assert (predict_counts(votes, 0.05) >= 0).mean() <= 0.05
     assert predict_counts([[60, 40]], 0.06).tolist() == [0]  # its p-value is 0.0569
     assert predict_counts([[60, 40], [100, 0]], 0.06, variation=0.004).tolist() == [-1, 0]

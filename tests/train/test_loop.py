@@ -45,12 +45,10 @@ ROWS = [
 
 
 def test_batch_norm_statistics_move_once_per_step_under_sam(small):
-    model = {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}}
-    recipe = small(
-        "epochs=1", "metrics.bound=false", "data.limit=64", model=model, optimizer={"kind": "sam", "lr": 0.01}
-    )
-    result = run_recipe(recipe)
-    assert int(result.model.bn1.num_batches_tracked) == 2
+    parts = {"model": {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}}}
+    parts["optimizer"] = {"kind": "sam", "lr": 0.01}
+    recipe = small("epochs=1", "metrics.bound=false", "data.limit=64", **parts)
+    assert int(run_recipe(recipe).model.bn1.num_batches_tracked) == 2
 
 
 @pytest.mark.parametrize("parts", ROWS, ids=str)
@@ -171,7 +169,6 @@ def test_a_margin_loss_takes_the_constants_of_the_network_by_pairs():
     task = LOSSES["emma"](epsilon=0.4, start=0.1, ramp=0.5, temperature=0.5).fit(model, None)
     assert (task.lipschitz, task.at(0.25).epsilon) == (1.0, pytest.approx(0.25))
     z = model(x)
-    expected = losses.emma(z, y, 0.25, 1.0, model[-1].weight.detach(), 0.5)
-    assert torch.equal(task.at(0.25).loss(z, y), expected)
+    assert torch.equal(task.at(0.25).loss(z, y), losses.emma(z, y, 0.25, 1.0, model[-1].weight.detach(), 0.5))
     with pytest.raises(InputError, match="does not follow from its construction"):
         LOSSES["emma"]().fit(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)

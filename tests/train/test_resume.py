@@ -74,8 +74,7 @@ def same(a, b):
 def test_stopped_anywhere_it_goes_on_bit_by_bit(small, tmp_path, figures, kind):
     recipe = small("checkpoint_steps=3", epochs=2, **KINDS[kind])
     whole = run_recipe(recipe, tmp_path / "whole")
-    steps = whole.final["step"]
-    for stop in range(1, steps + 1, 2):
+    for stop in range(1, whole.final["step"] + 1, 2):
         folder = tmp_path / f"stopped{stop}"
         with pytest.raises(Stop):
             run_recipe(recipe, folder, progress=stop_at(stop))
@@ -133,10 +132,8 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_pa
         run_recipe(recipe, tmp_path / "run", progress=stop_at(7))
     state = (tmp_path / "run" / STATE).read_bytes()
     full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        failing(monkeypatch, target, full),
-        pytest.raises(InputError, match=r"cannot write .*: No space left on device"),
-    ):
+    words = r"cannot write .*: No space left on device"
+    with failing(monkeypatch, target, full), pytest.raises(InputError, match=words):
         run_recipe(recipe, tmp_path / "run")
     assert (tmp_path / "run" / STATE).read_bytes() == state
     assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3

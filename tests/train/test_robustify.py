@@ -15,21 +15,14 @@ from equipoise.train import plan_robustify, robustify, run_recipe
 
 pytestmark = pytest.mark.medium
 
-QUICK = [
-    "epochs=8",
-    "optimizer.lr=0.02",
-    "batch_size=32",
-    "data.limit=320",
-    "data.test_limit=100",
-    "metrics.epsilons=[0.1]",
-]
+QUICK = ["epochs=8", "optimizer.lr=0.02", "batch_size=32", "metrics.epsilons=[0.1]"]
+QUICK += ["data.limit=320", "data.test_limit=100"]
 
 
 @pytest.fixture(scope="module")
 def plain(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "mlp"
-    recipe = small("epochs=8", "optimizer.lr=0.3", "data.limit=320")
-    run_recipe(recipe, folder)
+    run_recipe(small("epochs=8", "optimizer.lr=0.3", "data.limit=320"), folder)
     return folder
 
 

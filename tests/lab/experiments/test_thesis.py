@@ -28,8 +28,7 @@ def context_of(model: nn.Module) -> TermContext:
 
 def test_one_batch_norm_is_left_before_the_last_dense_layer():
     net = stability.one_batch_norm(width=4)
-    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
-    assert norms == [net.fc[0]]
+    assert [m for m in net.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)] == [net.fc[0]]
     assert isinstance(net.fc[1], nn.Linear)
 
 
@@ -68,18 +67,13 @@ def test_ryu_takes_ten_power_iterations_a_batch():
     once = SpectralPenalty(net, "squares", only=nn.Conv2d, example_input=torch.zeros(1, 3, 8, 8))
     for _ in range(9):
         once()
-    ten = reg_accuracy.ryu(context_of(net), penalty="squares")(None, None)
-    torch.testing.assert_close(ten, once())
+    torch.testing.assert_close(reg_accuracy.ryu(context_of(net), penalty="squares")(None, None), once())
 
 
 def test_places_and_verdicts_are_listed(equipoise):
-    places = {
-        "Table 5.1": {"sll-aol-sr"},
-        "figure 4.7": {"training-stability"},
-        "Table c.1": {"imagenet-tables", "lvm-rs"},
-    }
-    for place, names in places.items():
-        assert {e.id for e in every([place])} == names
+    assert {e.id for e in every(["Table 5.1"])} == {"sll-aol-sr"}
+    assert {e.id for e in every(["figure 4.7"])} == {"training-stability"}
+    assert {e.id for e in every(["Table c.1"])} == {"imagenet-tables", "lvm-rs"}
     (row,) = [row for row in equipoise("reproduce", "--list", "--json").json if row["place"] == "Table 4.1"]
     assert row["verdicts"]
 

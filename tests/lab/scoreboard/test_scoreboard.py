@@ -45,8 +45,7 @@ def test_played_cells_are_read_and_not_played_again(board):
     rows = {(r["family"], r["loss"]): r for r in found.rows()}
     assert rows["bcop", "lmt"]["accuracy"].seeds == 2
     assert "± " in found.markdown()
-    page = (folder / "index.html").read_text()
-    assert "bcop · lmt" in page
+    assert "bcop · lmt" in (folder / "index.html").read_text()
     assert (folder / "curves.svg").read_text().count("<svg") == 1
 
 

@@ -100,8 +100,7 @@ def test_rounding_is_no_violation_and_a_millionth_is():
     x = torch.zeros(4, dtype=torch.float64)
     y = x.clone()
     y[0] = 1e-4  # the difference of the outputs is a multiple of 2⁻¹³
-    raw = float((shift.one(x) - shift.one(y)).norm() / 1e-4)
-    assert raw > 1.1
+    assert float((shift.one(x) - shift.one(y)).norm() / 1e-4) > 1.1
     assert confirmed(shift, Witness("pair", x, y), "l2").value < 1
     scaled = Trial(written("1.000001 * _"), 1).target
     assert confirmed(scaled, Witness("pair", x, x + 1), "l2").value > 1 + 0.9e-6
