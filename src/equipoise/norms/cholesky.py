@@ -45,6 +45,9 @@ LARGE = 160
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
+#: multiplications from which a Gram matrix in float32 saves more than a second look at the top costs, and up to how many
+#: columns its rounding leaves room for that
+SINGLE_FROM, SINGLE_UP_TO = 2**25, 1024
 #: up to this many multiplications threads cost more processor time than they save
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
@@ -128,17 +131,6 @@ def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
     """
     g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
     return inflate(g / (1 - g))
-
-
-def expected_loss(G: Tensor, tau: float) -> float:
-    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision.
-
-    Args:
-        G: a typical matrix.
-        tau: roughly what it is to be proved below.
-    """
-    spread = _predicted_spread(G[None], torch.tensor([tau], dtype=torch.float64), G.dtype)
-    return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
 
 def below(
@@ -300,7 +292,7 @@ def lanczos(
     enough: float = math.inf,
     every: int = 4,
 ) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, by orthogonalised steps.
+    """Ritz vectors of a Hermitian operator on flat vectors as rows, by orthogonalised steps; that of the largest value first.
 
     Args:
         multiply: the operator.
@@ -341,7 +333,7 @@ def lanczos(
                 break
         T[j + 1, j] = beta
         q = w / beta
-    return vectors[:, -1].to(Q) @ basis
+    return vectors.flip(1).mT.to(Q) @ basis
 
 
 # --- brackets of matrices ---------------------------------------------------------------------------------------------------
@@ -356,7 +348,7 @@ def cholesky_bracket(
 ) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
-    Real matrices with a start are tried in float32 first.
+    Real matrices that are large or have a start are tried in float32 first.
 
     Args:
         W: one matrix, real or complex.
@@ -374,7 +366,9 @@ def cholesky_bracket(
     limit = ldexp_down(enough, -e)
     with single_thread(A.numel() * A.shape[1]):
         result = None
-        if start is not None and not A.is_complex():
+        n = A.shape[1]
+        large = A.numel() * n >= SINGLE_FROM and n < SINGLE_UP_TO and rtol >= 1e-5
+        if (large or start is not None) and not A.is_complex():
             G = syrk(A, torch.float32) if single is None or e else single
             result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
         if result is None:
@@ -398,7 +392,7 @@ def bracket_of_gram(
 
     The lower end is a Rayleigh quotient, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
     vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
-    None where float32 cannot reach the tolerance.
+    None where G is in float32 and its rounding is in the way.
 
     Args:
         G: the Gram matrix, not zero.
@@ -409,7 +403,7 @@ def bracket_of_gram(
         start: a guess of the top vector.
         enough: an upper end that suffices; given with a start, it is tried first.
     """
-    n, dtype = len(G), G.dtype
+    n = len(G)
     steering = G / torch.diagonal(G).real.amax()
     if (
         rtol >= 1e-5
@@ -441,26 +435,73 @@ def bracket_of_gram(
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
+    if A is not None and G.dtype is torch.float32:
+        return _split_bracket(A, G, error, size, rtol, v)
     loss = n * cholesky_gamma(n, torch.float64)  # of a proof in float64, at worst
     slack = 0.9 * max(rtol, 5 * loss)
     for attempt in itertools.count(1):
-        v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
+        v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)[0]
         value = rayleigh(v)
         if value > lower:
             best, lower = v, value
         tau = max(lower**2, error) * (1 + slack) ** 2
-        # what rounding costs: the error of G twice, and the loss of the proof
-        if (
-            dtype is torch.float32
-            and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack
-        ):
-            return None
         if tau >= size or is_below(G, tau, error):
             return lower, inflate(math.sqrt(inflate(min(tau, size)))), best
-        if dtype is torch.float32:
-            return None
         if attempt >= 6:
             slack *= 2
+    return None
+
+
+def _split_bracket(
+    A: Tensor, G: Tensor, error: float, size: float, rtol: float, v: Tensor
+) -> Result | None:
+    """`(lower, upper, v)` of σ₁(A) from its Gram matrix in float32, of which only a bound off the top is used.
+
+    Let the rows of Q be near the top of a real A, `x = Qᵀy + r` with `Qr = 0`, and Z any matrix. Then, with `H = QAᵀAQᵀ`,
+
+        ‖Ax‖² = yᵀHy + 2yᵀRr + ‖Ar‖²,      R = QAᵀA − ZQ,
+
+    so σ₁² ≤ τ if `‖Ar‖² ≤ β‖r‖²` and `H + RRᵀ/(τ − β) ⪯ τQQᵀ`. The first is proved by a factorisation in float32 of G
+    without its top, with room for all rounding; H and R are computed in float64.
+
+    Args:
+        A: the matrix.
+        G: its Gram matrix in float32.
+        error: norm of what G may be off by.
+        size: at least `‖A‖_F²`.
+        rtol: relative gap to reach.
+        v: where Lanczos steps start.
+    """
+    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 1024)[:4]
+    single = torch.linalg.qr(vectors.double().mT)[0].mT.float().contiguous()
+    Q, A64 = single.double(), A.double()
+    k = len(Q)
+    Y = Q @ A64.mT
+    B = Y @ A64
+    H = Y @ Y.mT
+    R = torch.addmm(B, B @ Q.mT, Q, alpha=-1)
+    values = H.diagonal()
+    top, last = float(values[0]), float(values[-1])
+    beta = top - 3 / 8 * (top - last)
+    # ‖QQᵀ − I‖, and what the products in float64 may be off by: ‖Q‖_F² ≤ 2k
+    g = gamma(2 * sum(A.shape) + 4 * k, torch.float64)
+    defect = float(torch.linalg.matrix_norm(Q @ Q.mT - torch.eye(k, dtype=Q.dtype))) + 2 * k * g
+    lost = 16 * k * g * size
+    square = deflate(deflate(top - lost) / (1 + defect))
+    tau = square * (1 + rtol)
+    if not (defect < 1e-3 and beta + error + lost < tau and last + error < beta):
+        return None
+
+    rest = torch.addmm(G, (single * values[:, None].float()).mT, single, alpha=-1)
+    n = len(G)
+    rounding = 4 * gamma(k + 8, torch.float32) * size + k * n * torch.finfo(torch.float32).tiny
+    length, room = float(torch.linalg.matrix_norm(R)), deflate(tau - beta)
+    lost += ((length + lost) ** 2 - length**2 + 4 * g * length**2) / room
+    S = H + R @ R.mT / room
+    if is_below(rest, beta, inflate(error + rounding)) and is_below(
+        S, deflate(tau * (1 - defect)), inflate(lost)
+    ):
+        return math.sqrt(square) * (1 - 1e-15), inflate(math.sqrt(tau)), single[0]
     return None
 
 
