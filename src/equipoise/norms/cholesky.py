@@ -199,7 +199,7 @@ def _attempt(G: Tensor, tau: Tensor, spread: Tensor, dtype: torch.dtype) -> tupl
     """
     n = G.shape[-1]
     g = cholesky_gamma(n, dtype)
-    M = G.to(dtype, copy=True).neg_()
+    M = torch.neg(G.to(dtype))
     loss = spread * g + 2 * unit_roundoff(dtype)
     wanted = deflate(tau * (1 - 1e-3 * loss) / (1 + loss))
     # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
@@ -288,9 +288,9 @@ def lanczos(
     start: Tensor,
     steps: int,
     converged: float = 0.0,
-    calls: int = 2,
+    calls: int = 1,
     enough: float = math.inf,
-    every: int = 4,
+    every: int = 8,
 ) -> Tensor:
     """Ritz vectors of a Hermitian operator on flat vectors as rows, by orthogonalised steps; that of the largest value first.
 
@@ -317,14 +317,13 @@ def lanczos(
         w = multiply(q)
         T[j, j] = alpha = float(torch.vdot(q, w).real)
         size = max(size, abs(alpha))
-        w = w - alpha * q - beta * Q[j - 1]
+        w = torch.sub(w, q, alpha=alpha).sub_(Q[j - 1], alpha=beta)
         # rounding brings back what was taken out
         w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
         beta = float(torch.linalg.vector_norm(w))
         last = j + 1 == len(Q) or beta <= breakdown * size
         if last or (converged and (j + 1) % every == 0):
-            values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
-            largest.append(float(values[-1]))
+            largest.append(float(torch.linalg.eigvalsh(T[: j + 1, : j + 1])[-1]))
             slow = (
                 len(largest) > calls
                 and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
@@ -333,6 +332,7 @@ def lanczos(
                 break
         T[j + 1, j] = beta
         q = w / beta
+    vectors = torch.linalg.eigh(T[: j + 1, : j + 1])[1]  # reads the lower triangle
     return vectors.flip(1).mT.to(Q) @ basis
 
 
@@ -404,10 +404,9 @@ def bracket_of_gram(
         enough: an upper end that suffices; given with a start, it is tried first.
     """
     n = len(G)
-    steering = G / torch.diagonal(G).real.amax()
-    if (
-        rtol >= 1e-5
-    ):  # float32 steers well enough, unless it could not tell the top from its neighbours
+    steering = G if G.dtype is torch.float32 else G / torch.diagonal(G).real.amax()
+    # float32 steers well enough, unless it could not tell the top from its neighbours
+    if rtol >= 1e-5:
         steering = steering.to(torch.complex64 if G.is_complex() else torch.float32)
     v = (
         random_start(n, steering)
@@ -466,19 +465,22 @@ def _split_bracket(
 
     Args:
         A: the matrix.
-        G: its Gram matrix in float32.
+        G: its Gram matrix in float32, to be overwritten.
         error: norm of what G may be off by.
         size: at least `‖A‖_F²`.
         rtol: relative gap to reach.
         v: where Lanczos steps start.
     """
-    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 1024)[:4]
+    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 256)[:4]
     single = torch.linalg.qr(vectors.double().mT)[0].mT.float().contiguous()
-    Q, A64 = single.double(), A.double()
-    k = len(Q)
-    Y = Q @ A64.mT
-    B = Y @ A64
-    H = Y @ Y.mT
+    Q = single.double()
+    k, n = Q.shape
+    H, B = Q.new_zeros(k, k), torch.zeros_like(Q)
+    for piece in A.split(max(1, 2**17 // n)):  # copies that stay in the cache
+        A64 = piece.double()
+        Y = Q @ A64.mT
+        H.addmm_(Y, Y.mT)
+        B.addmm_(Y, A64)
     R = torch.addmm(B, B @ Q.mT, Q, alpha=-1)
     values = H.diagonal()
     top, last = float(values[0]), float(values[-1])
@@ -492,8 +494,7 @@ def _split_bracket(
     if not (defect < 1e-3 and beta + error + lost < tau and last + error < beta):
         return None
 
-    rest = torch.addmm(G, (single * values[:, None].float()).mT, single, alpha=-1)
-    n = len(G)
+    rest = G.addmm_((single * values[:, None].float()).mT, single, alpha=-1)
     rounding = 4 * gamma(k + 8, torch.float32) * size + k * n * torch.finfo(torch.float32).tiny
     length, room = float(torch.linalg.matrix_norm(R)), deflate(tau - beta)
     lost += ((length + lost) ** 2 - length**2 + 4 * g * length**2) / room
