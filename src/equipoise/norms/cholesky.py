@@ -35,13 +35,13 @@ from equipoise.core.precision import (
     rescaled,
     unit_roundoff,
 )
-from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side
+from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side, wide
 
 Result = tuple[float, float, Tensor]
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
 LARGE = 160
-#: columns of one block of a factorisation: MKL factorises small matrices well, and large ones slowly on other processors
+#: columns of one block of a complex factorisation, half of those of a real one: MKL factorises small matrices well, and large ones slowly on other processors
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
@@ -224,12 +224,13 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
     completion, L is not meaningful either.
     """
     n = M.shape[-1]
-    if n <= BLOCK + BLOCK // 2:
+    block = BLOCK if M.is_complex() else 2 * BLOCK
+    if n <= block + block // 2:
         L, info = torch.linalg.cholesky_ex(M)
         return L, info == 0
     completed = torch.ones(len(M), dtype=torch.bool)
-    for first in range(0, n, BLOCK):
-        last = min(n, first + BLOCK)
+    for first in range(0, n, block):
+        last = min(n, first + block)
         if first:
             M[:, first:, first:last] -= M[:, first:, :first] @ M[:, first:last, :first].mH
         corner, info = torch.linalg.cholesky_ex(M[:, first:last, first:last])
@@ -287,7 +288,7 @@ def lanczos(
     multiply: Operator,
     start: Tensor,
     steps: int,
-    converged: float = 0.0,
+    converged: float,
     calls: int = 1,
     enough: float = math.inf,
     every: int = 8,
@@ -298,41 +299,41 @@ def lanczos(
         multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share; 0: never.
+        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share.
         calls: see above.
         enough: a Ritz value that suffices.
         every: how often Ritz values are computed.
     """
-    n = start.numel()
-    breakdown = 8 * torch.finfo(start.dtype).eps
-    Q = start.new_zeros(min(steps, n), n)
-    T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
+    steps = min(steps, start.numel())
+    Q = start.new_zeros(steps, start.numel())
+    diagonal: list[float] = []  # of a tridiagonal T with `G Qᵀ ≈ Qᵀ T`, and what lies beside it
+    beside: list[float] = [0.0]
     largest: list[float] = []
-    size = beta = 0.0
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
-    for j in range(len(Q)):
+    for j in range(steps):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        T[j, j] = alpha = float(torch.vdot(q, w).real)
-        size = max(size, abs(alpha))
-        w = torch.sub(w, q, alpha=alpha).sub_(Q[j - 1], alpha=beta)
+        diagonal.append(float(torch.vdot(q, w).real))
+        w = torch.sub(w, q, alpha=diagonal[j]).sub_(Q[j - 1], alpha=beside[j])
         # rounding brings back what was taken out
         w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        beta = float(torch.linalg.vector_norm(w))
-        last = j + 1 == len(Q) or beta <= breakdown * size
-        if last or (converged and (j + 1) % every == 0):
-            largest.append(float(torch.linalg.eigvalsh(T[: j + 1, : j + 1])[-1]))
+        beside.append(float(torch.linalg.vector_norm(w)))
+        breakdown = 8 * torch.finfo(w.dtype).eps * max(map(abs, diagonal))
+        last = j + 1 == steps or beside[-1] <= breakdown
+        if last or (j + 1) % every == 0:
+            T = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+            T += torch.diag(torch.tensor(beside[1:-1], dtype=torch.float64), -1)
+            largest.append(float(torch.linalg.eigvalsh(T)[-1]))  # reads the lower triangle
             slow = (
                 len(largest) > calls
                 and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
             )
             if last or slow or largest[-1] >= enough:
                 break
-        T[j + 1, j] = beta
-        q = w / beta
-    vectors = torch.linalg.eigh(T[: j + 1, : j + 1])[1]  # reads the lower triangle
+        q = w / beside[-1]
+    vectors = torch.linalg.eigh(T)[1]
     return vectors.flip(1).mT.to(Q) @ basis
 
 
@@ -399,7 +400,7 @@ def bracket_of_gram(
         error: norm of what G may be off by.
         size: at least `‖A‖_F²`.
         rtol: relative gap to reach.
-        A: the matrix, for lower ends `‖Av‖/‖v‖`; None: they are read off G, in float64.
+        A: the matrix, if G is in float32; lower ends are read off G otherwise.
         start: a guess of the top vector.
         enough: an upper end that suffices; given with a start, it is tried first.
     """
@@ -415,11 +416,11 @@ def bracket_of_gram(
     )
 
     def rayleigh(v: Tensor) -> float:
-        if A is not None:
+        if A is not None and G.dtype is torch.float32:
             return float(rayleigh_lower(A, v))
-        w = v.double() / torch.linalg.vector_norm(v.double())
-        rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
-        return deflate(math.sqrt(max(0.0, float(w @ (G @ w)) - rounding - error)))
+        w = wide(v) / torch.linalg.vector_norm(wide(v))
+        rounding = 4 * gamma(8 * n + 32, torch.float64) * size
+        return deflate(math.sqrt(max(0.0, float(torch.vdot(w, G @ w).real) - rounding - error)))
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
