@@ -472,7 +472,7 @@ def _split_bracket(
         rtol: relative gap to reach.
         v: where Lanczos steps start.
     """
-    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 256)[:4]
+    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 64)[:4]
     single = torch.linalg.qr(vectors.double().mT)[0].mT.float().contiguous()
     Q = single.double()
     k, n = Q.shape
