@@ -19,6 +19,7 @@ Proofs run on the CPU, by BLAS and LAPACK of torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -41,7 +42,8 @@ Result = tuple[float, float, Tensor]
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
 LARGE = 160
-#: columns of one block of a complex factorisation, half of those of a real one: MKL factorises small matrices well, and large ones slowly on other processors
+#: columns of one block of a complex factorisation, half of those of a real one: MKL factorises small matrices well, and large
+#: ones slowly on other processors
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
@@ -87,18 +89,12 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     n = A.shape[1]
     # four rows of blocks leave three eighths of the square out, eight rows seven sixteenths
     step = n if n < 128 else -(-n // (4 if n < 512 else 8))
-    single = dtype is torch.float32
-    G = torch.zeros(n, n, dtype=dtype)
-    for piece in A.to(dtype).split(PIECE if single else len(A)):
-        for first in range(0, n, step):
-            last = min(n, first + step)
-            block, left = G[first:last, :last], piece[:, first:last].mT
-            if single:
-                block += left @ piece[:, :last]
-            else:
-                block.addmm_(left, piece[:, :last])
-    for first in range(step, n, step):
-        G[:first, first : first + step] = G[first : first + step, :first].mT
+    pieces = A.to(dtype).split(PIECE if dtype is torch.float32 else len(A))
+    G = torch.empty(n, n, dtype=dtype)
+    for first in range(0, n, step):
+        last = min(n, first + step)
+        block = functools.reduce(torch.add, (P[:, first:last].mT @ P[:, :last] for P in pieces))
+        G[first:last, :last], G[:last, first:last] = block, block.mT
     return G
 
 
@@ -152,13 +148,7 @@ def below(
     tau = tau - error - 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
     spread = _predicted_spread(G, tau, dtype)
     completed, needed = _attempt(G, tau, spread, dtype)
-    proved = completed & (needed <= spread)
-    again = (completed & ~proved & (spread < n)).nonzero()[:, 0]
-    if len(again):  # predicted too low: once more with what was needed
-        wider = (needed[again] * 1.1).clamp_max(1.01 * n)
-        completed, needed = _attempt(G[again], tau[again], wider, dtype)
-        proved[again] = completed & (needed <= wider)
-    return proved
+    return completed & (needed <= spread)
 
 
 def _diagonal(G: Tensor) -> Tensor:
@@ -289,7 +279,6 @@ def lanczos(
     start: Tensor,
     steps: int,
     converged: float,
-    calls: int = 1,
     enough: float = math.inf,
     every: int = 8,
 ) -> Tensor:
@@ -299,16 +288,15 @@ def lanczos(
         multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share.
-        calls: see above.
+        converged: stop early, once so many steps have raised the Ritz value by no more than this share.
         enough: a Ritz value that suffices.
-        every: how often Ritz values are computed.
+        every: how many steps; the Ritz value is computed after as many.
     """
     steps = min(steps, start.numel())
     Q = start.new_zeros(steps, start.numel())
     diagonal: list[float] = []  # of a tridiagonal T with `G Qᵀ ≈ Qᵀ T`, and what lies beside it
     beside: list[float] = [0.0]
-    largest: list[float] = []
+    value = -math.inf
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
     for j in range(steps):
@@ -325,12 +313,8 @@ def lanczos(
         if last or (j + 1) % every == 0:
             T = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
             T += torch.diag(torch.tensor(beside[1:-1], dtype=torch.float64), -1)
-            largest.append(float(torch.linalg.eigvalsh(T)[-1]))  # reads the lower triangle
-            slow = (
-                len(largest) > calls
-                and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
-            )
-            if last or slow or largest[-1] >= enough:
+            before, value = value, float(torch.linalg.eigvalsh(T)[-1])  # reads the lower triangle
+            if last or value >= enough or value - before <= converged * value:
                 break
         q = w / beside[-1]
     vectors = torch.linalg.eigh(T)[1]
@@ -514,11 +498,10 @@ def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
         W: matrices `(..., m, n)`.
         rtol: relative gap to reach.
     """
-    if W.dim() == 2 and min(W.shape) >= LARGE:
-        lower, upper, v = cholesky_bracket(W, rtol)
-        return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v
-    if W.dim() > 2 and min(W.shape[-2:]) >= LARGE:
-        flat = [dense_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
-        low, high, v = (torch.stack([f[i] for f in flat]) for i in range(3))
-        return low.reshape(W.shape[:-2]), high.reshape(W.shape[:-2]), v.reshape(*W.shape[:-2], -1)
-    return gram_bracket(W, rtol)
+    if min(W.shape[-2:]) < LARGE:
+        return gram_bracket(W, rtol)
+    results = [cholesky_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
+    lower, upper = torch.tensor([x[:2] for x in results], dtype=torch.float64).mT
+    v = torch.stack([x[2] for x in results])
+    shape = W.shape[:-2]
+    return lower.reshape(shape), upper.reshape(shape), v.reshape(*shape, -1)

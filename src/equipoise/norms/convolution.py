@@ -334,10 +334,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    first, calls = quick.weight.new_zeros(1) if start is None else start.to(quick.weight), 2
+    first, every = quick.weight.new_zeros(1) if start is None else start.to(quick.weight), 2
     if not bool(first.any()):  # no start, or all of it vanished
-        first, calls = random_start(columns, quick.weight), 6
-    v = lanczos(multiply, first.flatten(), steps, rtol / 10, calls, target, every=1)[0]
+        first, every = random_start(columns, quick.weight), 6
+    v = lanczos(multiply, first.flatten(), steps, rtol / 10, target, every)[0]
     x = v.double().reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)

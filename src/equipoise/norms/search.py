@@ -229,7 +229,9 @@ class Search:
 
     def _values(self, cells: Cells, steps: int = 0) -> Tensor:
         """‖E‖₂² at the given centres: estimates that only steer."""
-        return _ritz_values(self.symbol.gram(cells.groups, cells.omega, self.dtype), steps or self.steps)
+        return _ritz_values(
+            self.symbol.gram(cells.groups, cells.omega, self.dtype), steps or self.steps
+        )
 
     def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the others are returned."""
