@@ -28,7 +28,7 @@ from equipoise.norms.symbol import Symbol, grid_frequencies
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
-CHUNK_BYTES = 5 * 2**19
+CHUNK_BYTES = 2**21
 #: points per group at which the search looks first, before it goes uphill
 SCOUTS = 64
 
