@@ -6,8 +6,6 @@ cannot be guaranteed is refused with the reason, or labelled `lower` or `estimat
 Names are loaded on first use, so that `equipoise --help` does not wait for torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import (
+from equipoise.core import (
+    InputError,
     describe,
+    fresh_strides,
     require_images,
     require_labels,
     require_one_of,
     require_type,
 )
-from equipoise.core.errors import InputError
 from equipoise.core.files import guarded
-from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
 

@@ -19,9 +19,8 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused, evaluating
 from equipoise.core.files import atomic_write, make_folder
-from equipoise.core.modules import evaluating
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.nn.convert import with_effective_weights
@@ -94,8 +93,8 @@ def write(
             network: Any = checker.Network(document, weights)
             _require_same_function(model, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
+            files = {"weights.safetensors": _to_safetensors(weights)}
             if y is None:
-                files = {"weights.safetensors": _to_safetensors(weights)}
                 _save(folder, {**document, "claims": claims}, files)
                 return claims
             proved = checker.provable_radii(network, images, divisor, labels) * _MARGIN
@@ -121,10 +120,7 @@ def write(
             claims["local"] = claim("local")
     best = tensors.get("local", tensors["radii"])
     claims[kind]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
-    files = {
-        "weights.safetensors": _to_safetensors(weights),
-        "inputs.safetensors": _to_safetensors(tensors),
-    }
+    files["inputs.safetensors"] = _to_safetensors(tensors)
     _save(folder, {**document, "claims": claims}, files)
     return claims
 
@@ -162,7 +158,7 @@ def write_smoothing(
     for index in np.flatnonzero(certificate.radius > 0):
         order = plan.partition.order[index]
         counts = votes.estimation[index, order]
-        seen = votes.selection[index, order]
+        selection_votes = votes.selection[index, order]
         radius = float(certificate.radius[index]) * _MARGIN
         row: dict[str, Any] = {
             "input": int(index),
@@ -173,7 +169,7 @@ def write_smoothing(
             weight, ends = joint_cells(
                 counts[:1],
                 votes.draws[index : index + 1],
-                (seen[:1], seen[1:2], seen.sum(keepdims=True)),
+                (selection_votes[:1], selection_votes[1:2], selection_votes.sum(keepdims=True)),
             )
             row |= {"procedure": "joint", "gap": 2 * radius / sigma}
             row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
@@ -664,8 +660,8 @@ def _activation(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Functions of one number, and sorting, with PyTorch's arguments."""
     name = _name(node).replace("hardtanh", "clamp")
     ends = {"min": -1e99, "max": 1e99}
-    given = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
-    rest: Any = {key: ends[key] if value is None else value for key, value in given.items()}
+    limits = {key.removesuffix("_val"): value for key, value in a.items() if key != "self"}
+    rest: Any = {key: ends[key] if value is None else value for key, value in limits.items()}
     writer.emit(node, name, [a["self"]], **rest)
 
 

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating
-from equipoise.core.precision import deflate
+from equipoise.core import InputError, Refused, deflate, evaluating, format_down, format_up
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import (

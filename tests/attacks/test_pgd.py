@@ -85,11 +85,12 @@ class AutoAttack:
 
 def test_what_autoattack_finds_is_put_back_into_the_ball(install):
     install("torchattacks", STAND_IN, "none", {})
-    x, y = torch.tensor([[0.6, 0.8], [0.1, 0.1]]), torch.tensor([0, 0])
-    result = autoattack(_linear(), x, y, 0.5, batch_size=1)
-    for bad in ((x[:0], y), (x, y[:1]), (x, y + 9)):
+    model = nn.Sequential(nn.Flatten(), _linear(), nn.ConstantPad1d((0, 2), -9.0))
+    x, y = torch.tensor([[[[0.6, 0.8]]], [[[0.1, 0.1]]]]), torch.tensor([0, 0])
+    result = autoattack(model, x, y, 0.5, batch_size=1)
+    for bad in ((model, x[:0], y), (model, x, y[:1]), (model, x, y + 9), (_linear(), x[:, 0, 0], y)):
         with pytest.raises(InputError):
-            autoattack(_linear(), *bad, 0.5)
+            autoattack(*bad, 0.5)
     assert (result.distance <= 0.5).all()
     assert result.success.tolist() == [False, True]
     assert not result.adversarial.requires_grad

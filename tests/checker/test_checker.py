@@ -217,6 +217,53 @@ def test_the_rounding_of_a_local_certificate_cannot_exceed_its_norm(tmp_path):
     assert not verdict(tmp_path)
 
 
+def test_radii_of_half_precision_are_compared_and_inverted_in_float64(tmp_path):
+    """0.09997 ≥ 0.1 if both are rounded to float16; 1/r was rounded up, so that a label flipped within r."""
+    weights = {"one": np.eye(2), "zero": np.zeros(2), "w1": [[1.0]], "b1": [0.3], "w2": [[-1.0], [0.0]]}
+    nodes = chain(layer("one", 1 + 1e-12))
+    for kind, margin, accepted in ((np.float16, 0.1414, False), (np.float64, 0.1415, True)):
+        inputs = {"x": [[0.0, margin]], "labels": [1], "radii": np.array([0.1], kind)}
+        claims = {"radii": {"radii": "radii", "divisor": 1, "certified": {"0.1": 1}}}
+        write_bundle(tmp_path, nodes, weights, claims, inputs)
+        assert verdict(tmp_path) == accepted
+    radius = np.array([0.027], np.float16)
+    weights["b2"] = [0.3 + float(radius[0]) * (1 - 1e-4), 0]
+    inputs = {"x": [[0.0]], "labels": [0], "radii": radius, "multipliers": np.ones((1, 1))}
+    nodes = chain(layer("w1", 1.1, "b1"), ("relu", {}, {}), layer("w2", 1.1, "b2"))
+    write_bundle(tmp_path, nodes, weights, {"local": {**claims["radii"], "certified": {}}}, inputs, (1,))
+    with pytest.raises(eq.Refused, match="not proved"):
+        certificates.check(tmp_path)
+
+
+STRANGE = {
+    "dilation": ((*layer("one", 1.01)[:2], {"upper": 1.01, "dilation": [2]}), {}),
+    "weight": (("relu", {"mask": "zero"}, {}), {}),
+    "norm": (("relu", {}, {}), {"norm": "linf"}),
+    "text": (("sort", {}, {"dim": 1, "descending": "false"}), {}),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_words_that_the_checker_does_not_read_are_rejected(tmp_path, kind):
+    node, rest = STRANGE[kind]
+    inputs = {"x": [[0.0, 1.0]], "labels": [1], "radii": [0.2]}
+    claims = {"radii": {"radii": "radii", "divisor": 1, "certified": {"0.2": 1}, **rest}}
+    write_bundle(tmp_path, chain(node), {"one": np.eye(2), "zero": np.zeros(2)}, claims, inputs)
+    with pytest.raises(eq.Refused, match=r"not in the format|number from"):
+        certificates.check(tmp_path)
+
+
+@pytest.mark.parametrize(("value", "x"), [(1e-39, 1e25), (1e29, 1e-40)])
+def test_deployed_networks_may_lose_tiny_weights_and_inputs(tmp_path, value, x):
+    """A number below 2^-126 may be replaced by 0, and nothing is left of the margin."""
+    inputs = {"x": np.array([[x, 0]], np.float32), "labels": [0], "radii": [x / 2]}
+    for kind in ("radii", "deployed"):
+        claims = {kind: {"radii": "radii", "divisor": 1, "certified": {repr(x / 2): 1}}}
+        weights = {"value": np.array([value], np.float32)}
+        write_bundle(tmp_path, chain(("scale", {"value": "value"}, {})), weights, claims, inputs)
+        assert verdict(tmp_path) == (kind == "radii")
+
+
 BIG = 2**26
 GEOMETRY = {"stride": [1, 1], "padding": [0, 0], "upper": 9.0}
 BOMBS = {
@@ -227,6 +274,8 @@ BOMBS = {
     "places": ("gather", {"index": "far"}, {}),
     "window": ("max_pool", {}, {"kernel": [BIG, BIG], "stride": [1, 1], "padding": [BIG, BIG]}),
     "shape": ("reshape", {}, {"shape": [1] * 100_000}),
+    "bytes": ("gather", {"index": "long"}, {}),
+    "taps": ("convolution", {"weight": "line", "bias": "zero"}, {"stride": [1], "padding": [2**18], "upper": 1e6}),
 }
 
 
@@ -235,8 +284,11 @@ def test_memory_is_bounded(tmp_path, kind):
     """In a process that may use three gigabytes, and without crashing."""
     step = BOMBS.get(kind, ("relu", {}, {}))
     weights = {"k": np.ones((1, 1, 2, 2)), "zero": np.zeros(1), "far": np.array([2**33])}
+    weights["line"] = np.ones((1, 1, 2**18))
+    if kind == "bytes":
+        weights["long"] = np.zeros(2**27, np.uint8)
     nodes = chain(*[step] * (200_000 if kind == "nodes" else 1))
-    shape = {"nodes": (1, 700, 700), "input": (1, BIG, BIG)}.get(kind, (1, 4, 4))
+    shape = {"nodes": (1, 700, 700), "input": (1, BIG, BIG), "taps": (1, 2**18)}.get(kind, (1, 4, 4))
     write_bundle(tmp_path, nodes, weights, {"lipschitz": 1.0}, {"x": np.zeros(1)}, shape)
     path = tmp_path / "certificate.json"
     if kind == "device":
@@ -336,7 +388,8 @@ def test_smoothing_radii_follow_from_their_counts():
     for changes in (
         {"k": 989}, {"n": 1001}, {"alpha": 0.00099}, {"share": 0.99}, {"p": row["p"] * (1 + 1e-6)}, {"q": row["q"] * 0.999},
         {"sigma": 0.4999}, {"rival": 11},
-        {"radius": row["radius"] * (1 + 1e-6)}, {"radius": -1.0}, {"radius": float("nan")}, {"k": True},
+        {"radius": row["radius"] * (1 + 1e-6)}, {"radius": -1.0}, {"radius": float("nan")}, {"k": True}, {"noise": "uniform"},
+        {"n": 10**6, "k": 10**6, "rival": 0, "share": 0.0, "p": 0.0999, "q": 1e-5, "radius": 0.0},
     ):  # fmt: skip
         with pytest.raises(checker.Rejected):
             check_smoothing.check_smoothing(None, None, smoothing_claim(**changes))

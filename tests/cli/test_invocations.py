@@ -48,7 +48,7 @@ VALID = [
     "certify net --data data.npz --sigma 0.5 --n 20 --set target_radius=0.1 --shard 1/2 --run early",
     "merge run other -o joined",
     "attack run --epsilon 0.1 --steps 2 --limit 2 --json",
-    "curvature net --data data.npz --limit 4 --json",
+    "curvature net --data data.npz --limit 4 --seed 1 --json",
     "report run -o page.html",
     "reproduce --list --json",
     "reproduce dense-convergence --plan --dry-run --scale desk --seed 1 -o results --json",
@@ -66,8 +66,8 @@ VALID = [
 ]
 #: what takes the place of a word; no large counts, which would only take long
 WORDS = [
-    "", "-1", "0", "nan", "inf", "-inf", "1e999", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/", "/dev/null",
-    "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
+    "", "-1", "0", "nan", "inf", "-inf", "1e999", "1e300", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/",
+    "/dev/null", "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
     "net.onnx", "bench.json", "empty", "folder.pt2", "folder.npz", "text.onnx", "sure",
     "data.npz", "alone.npz", "names.txt", "photos", "parts", "pixels.pt2", "own:rows",
     "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',

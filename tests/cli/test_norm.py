@@ -66,6 +66,15 @@ def test_displayed_numbers_are_rounded_to_the_safe_side(equipoise, tmp_path):
     assert lower <= 1 / 3 <= upper
 
 
+def test_names_in_a_file_do_not_move_the_cursor(equipoise, tmp_path):
+    save_file(
+        {"\x1b[2Jupper ≤ 1\r\u202e": torch.eye(2), "\x1b[8m": torch.full((2, 2), torch.nan)}, tmp_path / "w.safetensors"
+    )
+    ran = equipoise("norm", tmp_path / "w.safetensors")
+    assert not {"\x1b", "\r", "\u202e"} & {*ran.out, *ran.err}
+    assert r"\x1b[2J" in ran.out
+
+
 def test_a_broken_tensor_is_refused_and_the_rest_goes_on(equipoise, tmp_path):
     path = tmp_path / "w.safetensors"
     bad = torch.randn(3, 3)

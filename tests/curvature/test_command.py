@@ -25,6 +25,10 @@ def test_all_numbers_as_json(run):
     assert sum(found["density"]["weights"]) == pytest.approx(1)
 
 
+def test_a_negative_seed_is_refused(run):
+    assert run("own_nets:linear", "--data", "digits", "--limit", "1", "--seed", "-1").code == 2
+
+
 def test_one_layer_as_a_table(run):
     ran = run("own_nets:linear", "--data", "digits", "--limit", "20", "--layer", "1.bias", "--what", "top,trace")
     assert ran.code == 0, ran.err

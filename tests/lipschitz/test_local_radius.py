@@ -73,7 +73,7 @@ def wide():
 LEFT_OUT = {
     "integral of a wide network": (wide, {"effort": "integral"}, "neurons may switch"),
     "integral in linf": (wide, {"effort": "integral", "norm": "linf"}, "they are for ℓ2"),
-    "layer norm": (normalised, {"effort": "integral"}, "global bounds only"),
+    "layer norm": (normalised, {"effort": "integral"}, "no relaxation"),
     "no last layer": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.LeakyReLU()).eval(), {}, "by pairs"),
     "out of time": (wide, {"seconds": 1e-9}, "time was up"),
 }

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from lipschitz_nets import Op
+from rule_rows import CASES as ROWS
 from torch import nn
 
 import equipoise as eq
 from equipoise.core import InputError, Refused
-from equipoise.lipschitz.rounding import forward_error
+from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.nonlinear import known, near
+from equipoise.lipschitz.propagate import propagate
+from equipoise.lipschitz.rounding import Rounding, forward_error
+from equipoise.lipschitz.values import exactly as run_exactly
 from equipoise.nn import MaxMin
 from equipoise.nn.convert import plain
 from equipoise.nn.models import sll_tiny
+from equipoise.norms.spectral import Cache
 
 
 def _potentials(m, x):
@@ -165,6 +172,111 @@ def test_certified_networks_keep_their_decision_as_they_run(norm):
         assert (net(near[inside]).argmax(1) == y).all()
 
 
+#: rows of the table of rules with products, softmax, normalisations, steep functions, masks and positions
+NONLINEAR = (
+    "quotient", "square root on ball", "negative power", "logarithm on ball", "layer norm steep", "rms norm", "group norm",
+    "instance norm", "softmax temperature", "log softmax", "logsumexp", "gate on ball", "scores on ball", "gru cell", "norm",
+    "attention by hand", "mask", "index", "select scatter", "softmax component", "rms norm by hand", "normalize plus",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONLINEAR)
+def test_operands_within_their_errors_give_results_within_theirs(name):
+    """At every node, for errors of rounding's size and of a ball's."""
+    operation, shape, _, ball = ROWS[name]
+    net = operation if isinstance(operation, nn.Module) else Op(operation)
+    torch.manual_seed(0)
+    program = capture(net.eval(), torch.randn(1, *shape))
+    run = propagate(program, ball)
+    values = {program.inputs[0]: 2 * torch.randn(1, *shape, dtype=torch.float64)}
+    seen = 0
+    for node in program.nodes:
+        call = run.call(node, Cache())
+        values[node] = value = run_exactly(node, values, call.lookup)
+        for size in (1e-9, 0.1, 1.0) if known(call) else ():
+            errors = {n: size * torch.rand(v.shape, dtype=torch.float64) for n, v in values.items()}
+            found, error = near(call, values, errors)
+            assert torch.allclose(found, value, rtol=1e-12, atol=1e-12)
+            for _ in range(8):
+                share = {n: torch.randn(v.shape).sign() * (torch.rand(v.shape) < 0.7) for n, v in values.items()}
+                moved = run_exactly(node, {n: v + errors[n] * share[n] for n, v in values.items()}, call.lookup)
+                off = (moved - value).abs().nan_to_num(nan=0.0)  # outside of its domain
+                assert bool((off <= error * (1 + 1e-6) + 1e-14 * value.abs()).logical_or(error.isnan()).all()), node
+                seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["softmax", "log softmax", "layer norm", "rms norm", "product"])
+def test_the_rounding_of_nonlinear_operations_is_covered(name):
+    """Against 64 bits of mantissa, on numbers that cancel."""
+    function = {
+        "softmax": lambda x: torch.softmax(x, -1),
+        "log softmax": lambda x: torch.log_softmax(x, -1),
+        "layer norm": lambda x: torch.nn.functional.layer_norm(x, (7,), eps=1e-5),
+        "rms norm": lambda x: torch.nn.functional.rms_norm(x, (7,), eps=1e-5),
+        "product": lambda x: torch.softmax(x, -1) @ torch.softmax(x, -1).mT,
+    }[name]
+    torch.manual_seed(0)
+    for shift, scale in ((0.0, 1.0), (1e6, 1.0), (-1e3, 1e-4), (3.0, 300.0)):
+        x = shift + scale * torch.randn(3, 4, 7, dtype=torch.float64)
+        found = forward_values(Op(function).double().eval(), x)
+        v = x.numpy().astype(np.longdouble)
+        lowered = np.exp(v - v.max(-1, keepdims=True))
+        p = lowered / lowered.sum(-1, keepdims=True)
+        c = v - v.mean(-1, keepdims=True) if name == "layer norm" else v
+        real = {
+            "softmax": p,
+            "log softmax": v - v.max(-1, keepdims=True) - np.log(lowered.sum(-1, keepdims=True)),
+            "product": p @ p.swapaxes(1, 2),
+        }.get(name, c / np.sqrt((c * c).mean(-1, keepdims=True) + np.longdouble(1e-5)))
+        off = np.abs(found[0].numpy() - real.reshape(3, -1))
+        assert (off <= found[1].numpy()).all()
+        assert float(found[1].max()) < 1e-6
+
+
+def forward_values(net, x):
+    cache = Cache()
+    return Rounding(propagate(capture(net, x[:1]), None, cache=cache), cache).evaluate(x)
+
+
+def transformer(attention: nn.Module, norm: nn.Module) -> nn.Module:
+    def run(m, x):
+        tokens = m.patches(x.unflatten(1, (5, 6)))
+        return m.last(attend(m, m.norm(tokens)).mean(1))
+
+    def attend(m, y):
+        if isinstance(m.attention, nn.MultiheadAttention):
+            return y + m.attention(y, y, y, need_weights=False)[0]
+        return m.attention(y)
+
+    parts = {"patches": nn.Linear(6, 4), "norm": norm, "attention": attention, "last": nn.Linear(4, 3)}
+    return Op(run, **parts).eval()
+
+
+@pytest.mark.parametrize("kind", ["transformer", "1-Lipschitz"])
+def test_attention_and_normalisation_have_radii(kind):
+    """They had none: the rounding of their forward pass was not bounded."""
+    torch.manual_seed(0)
+    plain = kind == "transformer"
+    attention = nn.MultiheadAttention(4, 2, batch_first=True) if plain else eq.nn.ConvexAttention(4, heads=2)
+    net, x = transformer(attention, nn.LayerNorm(4) if plain else nn.Identity()), torch.randn(4, 30)
+    found = eq.certified_radius(net, x)
+    assert set(found.methods) == {"boxes" if plain else "pairs"}
+    assert (found.radius > 1e-4).all()
+    assert "no relaxation" in found.note
+    for v, y, r in zip(x.double(), found.labels, found.radius, strict=True):
+        steps = torch.nn.functional.normalize(torch.randn(200, 30, dtype=torch.float64), dim=1) * float(r) * (1 - 1e-9)
+        assert (net.double()(v + steps).argmax(1) == y).all()
+    net.float()
+    one = eq.certified_radius(net, x[:1], epsilon=float(found.radius[0]) / 2)
+    assert one.verdicts == ("proved",)
+    far = eq.certified_radius(net, x, epsilon=10.0, complete=True)
+    assert far.broken
+    for n, point in far.broken.items():
+        assert int(net(point[None]).argmax()) != int(far.labels[n])
+        assert float((point - x[n]).norm()) <= 10.0
+
+
 def test_what_is_not_known_is_refused_or_said():
     norm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
     with pytest.raises(Refused, match=r"rounding of .*layer_norm"):
@@ -176,3 +288,8 @@ def test_what_is_not_known_is_refused_or_said():
         forward_error(nn.Linear(4, 2), torch.randn(1, 4), radius=-1.0)
     norm[0].weight.data.fill_(1e38)
     assert forward_error(nn.Sequential(norm[0], norm[2]), torch.ones(1, 4)).deployed.isinf().all()
+    transform = nn.Sequential(Op(lambda x: torch.fft.fft(x).real), nn.Linear(4, 2)).eval()
+    found = eq.certified_radius(transform, torch.randn(2, 4))
+    assert float(found.radius.max()) == 0
+    assert "nothing is proved: node" in found.note
+    assert "_fft_r2c" in found.note

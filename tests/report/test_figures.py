@@ -55,7 +55,7 @@ def test_no_two_curves_look_alike(report_parts):
 
 def test_layer_shares_name_the_layers(report_parts):
     figure = figures.layer_shares("m", report_parts.bound("<conv>")["layers"])
-    assert figure["data"][0]["y"][0] == "&lt;conv&gt;.0 · 1"
+    assert figure["data"][0]["y"][0] == "1 · &lt;conv&gt;.0 convolution"
     assert figure["data"][0]["x"][0] == pytest.approx(0.4)
     many = figures.layer_shares("m", report_parts.bound("encoder." * 20, layers=90)["layers"])["data"][0]
     assert len(many["y"]) == len(set(many["y"])) == figures.BARS

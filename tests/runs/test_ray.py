@@ -90,7 +90,7 @@ def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys)
 
 def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"need ray: pip install 'equipoise\[ray\]'"):
+    with pytest.raises(InputError, match=r"this needs ray: pip install 'equipoise\[ray\]'"):
         certify(net, xy, run_dir=tmp_path / "a", **WORKERS, **SETTINGS)
 
 

@@ -24,6 +24,20 @@ def test_e_value_has_mean_at_most_one_exactly(p0):
         assert (stats.binom.pmf(k, t, p0) * e).sum() == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("hits", "draws", "p0"), [(160577, 160577, 0.9984), (1278632, 1278633, 0.9945), (9980, 10000, 0.99)]
+)
+def test_e_value_is_rounded_down(hits, draws, p0):
+    """Against thirty digits: ln B(a, b) cancels, and was too large by 2e-9."""
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(30):
+        p = mpmath.mpf(p0)
+        least = mpmath.log(mpmath.betainc(0.5, 0.5, 0, 1 - p))
+        mixture = mpmath.loggamma(hits + 0.5) + mpmath.loggamma(draws - hits + 0.5) - mpmath.loggamma(draws + 1)
+        truth = mixture - least - hits * mpmath.log(p) - (draws - hits) * mpmath.log1p(-p)
+        assert truth - 1e-5 < float(log_e_value(hits, draws, p0)) <= truth
+
+
 def test_risk_at_any_stopping_time():
     """Look after every chunk for a long time: a true p at p0 is certified at most a share α of the time."""
     rng = np.random.default_rng(0)

@@ -40,10 +40,18 @@ MAX_BYTES = 2**30
 MAX_TEXT = 2**25
 MAX_ENTRIES = 2**26
 
+#: a limit of time: multiplications that prove the norms of a network, about
+MAX_WORK = 2**42
+
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 
 #: stride and period of a matrix, which is a convolution without dimensions
 FLAT = np.zeros(0, int)
+
+#: the words of a document, of a node, and of a claim of radii
+DOCUMENT = "version input_shape nodes claims digests"
+NODE = ["name op inputs weights upper stride padding groups shape count weight bias value index"]
+RADII = "radii divisor certified lowered"
 
 
 class Rejected(Exception):
@@ -54,6 +62,11 @@ def require(condition, reason):
     """Reject unless the condition holds; comparisons are written so that NaN fails."""
     if not condition:
         raise Rejected(reason)
+
+
+def known(entry, words):
+    """Reject words that are not read here: to another reader they may mean another claim."""
+    require(set(entry) <= set(words.split()), "a word that is not in the format")
 
 
 # --- reading a bundle --------------------------------------------------------------------------------------------------
@@ -119,6 +132,7 @@ def read_bundle(folder):
     """The document of a bundle, and the tensors of its files by name."""
     document = read_json(read_file(folder, "certificate.json"))
     require(document["version"] == "equipoise-bundle 1", "not a bundle of this version")
+    known(document, DOCUMENT)
     files = {}
     for name, digest in document["digests"].items():
         require(name in ("weights.safetensors", "inputs.safetensors"), "an unknown file")
@@ -151,7 +165,8 @@ def tap_norms(kernel):
 
 
 def check_norm(kernel, s, stride=FLAT, period=FLAT):
-    """Prove that a convolution W has a spectral norm of at most s. The kernel K has the axes outputs, inputs, taps.
+    """Prove that a convolution W has a spectral norm of at most s; returns the work. The kernel K has the axes outputs,
+    inputs, taps.
 
     *Circle.* With zero padding p on n pixels, W is a part of the circular convolution on a period of N ≥ n + 2p pixels, in
     which no window wraps. So it is enough to bound that one: below, W is circular.
@@ -174,7 +189,9 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
     half[:1] = points[:1] // 2 + 1
     count = math.prod(2 * degree + 1)
     require(n <= 4096 and count * n**2 <= 2**25, "a linear layer has too many channels")
-    require(math.prod(half) * (n + 128) ** 3 <= 2**40, "a linear layer has too many frequencies")
+    moves = count * kernel.size * (n + 128)
+    work = moves + math.prod(half.tolist()) * (n + 128) ** 3
+    require(work <= 2**40, "a linear layer has too many taps or frequencies")
 
     # the kernel is moved over itself
     reach = degree * stride
@@ -199,6 +216,7 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
         except np.linalg.LinAlgError:
             raise Rejected(f"a spectral norm is not proved to be at most {s!r}") from None
         require(np.isfinite(factor).all(), "a Cholesky factor is not finite")
+    return work
 
 
 class Layer:
@@ -247,9 +265,8 @@ class Layer:
         return y.reshape(groups * outputs, *self.positions, x.shape[-1])
 
     def check(self, s):
-        """Prove that the spectral norm is at most s, group by group."""
-        for kernel in self.weight:
-            check_norm(kernel, s, self.stride, self.period)
+        """Prove that the spectral norm is at most s, group by group; returns the work."""
+        return sum(check_norm(kernel, s, self.stride, self.period) for kernel in self.weight)
 
 
 # --- operations --------------------------------------------------------------------------------------------------------
@@ -312,7 +329,8 @@ def gather(network, node, x):
     """Entries are moved, left out or repeated: y[i] = x[index[i]]."""
     index = network.tensors[node["weights"]["index"]]
     entries = x.reshape(-1, x.shape[-1])
-    require(index.max() < len(entries), "a place outside of the value")
+    inside = index.size <= MAX_ENTRIES and index.max() < len(entries)
+    require(inside, "a place outside of the value, or too many")
     # bincount refuses negative places and fractions
     repeated = np.bincount(index.ravel()).max()
     return Step(entries[index], math.sqrt(repeated) * SLACK)
@@ -331,7 +349,12 @@ Value = namedtuple("Value", "x error constant")
 
 
 class Network:
-    """The nodes of a bundle. A first evaluation proves their norms, and gives the Lipschitz constant."""
+    """The nodes of a bundle. A first evaluation proves their norms, and gives the Lipschitz constant.
+
+    `underflow` bounds what is lost of an input, because small numbers become 0.
+    """
+
+    underflow = 0.0
 
     def __init__(self, document, tensors):
         self.nodes = document["nodes"]
@@ -339,13 +362,15 @@ class Network:
         self.shape = tuple(integers(document["input_shape"]))
         self.entries = math.prod(map(int, self.shape))
         require(self.entries <= MAX_ENTRIES, "the inputs are too large")
+        self.work = 0
         self.constant = None
         self.constant = self.evaluate(np.zeros((*self.shape, 1))).constant
 
     def tensor(self, node, name):
         """A weight of a node in float64."""
         stored = self.tensors[node["weights"][name]]
-        require(stored.dtype.kind == "f", "weights are floating-point numbers")
+        fits = stored.dtype.kind == "f" and stored.size <= MAX_ENTRIES
+        require(fits, "weights are floating-point numbers, not too many")
         return stored.astype(np.float64)
 
     def repeated(self, node, name, x):
@@ -356,7 +381,8 @@ class Network:
         """The linear layer of a node on images of this size; its claimed norm is proved the first time."""
         layer = kind(self.tensor(node, "weight"), node, size)
         if self.constant is None:
-            layer.check(number(node["upper"]))
+            self.work += layer.check(number(node["upper"]))
+            require(self.work <= MAX_WORK, "the norms take too long to prove")
             self.entries += layer.entries
         return layer
 
@@ -367,16 +393,17 @@ class Network:
     def evaluate(self, x):
         """The value of the last node for a batch of inputs."""
         # an input was rounded when it was read, and when it was divided
-        values = {"input": Value(x, gamma(2) * norm(x), 1.0)}
+        values = {"input": Value(x, gamma(2) * norm(x) + self.underflow, 1.0)}
         for node in self.nodes:
             name = node["name"]
-            require(name not in values, f"two values are named {name}")
+            known({*node, *node["weights"]}, " ".join(NODE))
+            require(name not in values, f"two values are named {name!r:.100}")
             inputs = [values[source] for source in node["inputs"]]
             try:
                 step = OPERATIONS[node["op"]](self, node, *[value.x for value in inputs])
                 values[name] = self.bound(step, inputs)
             except Rejected as reason:
-                raise Rejected(f"{name}: {reason}") from None
+                raise Rejected(f"{name!r:.100}: {reason}") from None
         return values[name]
 
     def bound(self, step, inputs):
@@ -432,7 +459,11 @@ def provable_radii(network, x, divisor, labels):
 
 def read_inputs(network, inputs, claim):
     """Inputs, labels and radii of a claim, and the counts of inputs that it states, in words."""
+    known(claim, RADII)
     x, labels, radii = [inputs[name] for name in ("x", "labels", claim["radii"])]
+    # floats of other sizes would be compared, and divided by, in their own precision
+    require(radii.dtype.kind == "f", "radii are floating-point numbers")
+    radii = radii.astype(np.float64)
     require(x.shape[1:] == network.shape, "the network takes inputs of another shape")
     require(labels.shape == radii.shape == x.shape[:1], "every input has a label and a radius")
     sentences = []
@@ -484,7 +515,8 @@ def run(check):
     try:
         proved = check(sys.argv[1])
     except Rejected as error:
-        sys.exit(f"REJECTED: {error}")
+        # control characters of a name could hide this
+        sys.exit("REJECTED: " + "".join(filter(str.isprintable, str(error))))
     except Exception as error:  # a malformed bundle is rejected, whatever it breaks
         sys.exit(f"REJECTED: malformed bundle, {error!r:.300}")
     print("\n  ".join(["ACCEPTED", *proved]))

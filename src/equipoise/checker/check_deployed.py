@@ -19,12 +19,14 @@ else:
 
 FLOAT32 = 2.0**-24
 
-#: what an operation may lose by underflow
-UNDERFLOW = 2.0**-90
+#: what an operation may lose by underflow, and the part of a value that is lost when tiny weights become 0
+UNDERFLOW = 2.0**-70
 
 
 class Deployed(Network):
     """A network whose norms are proved, executed in float32 at inputs within a radius; `error` includes its rounding."""
+
+    underflow = UNDERFLOW
 
     def __init__(self, network, radius):
         self.__dict__.update(network.__dict__)
@@ -41,8 +43,10 @@ class Deployed(Network):
         # how far the values of a deployed network may be from those that were computed here
         drift = sum(value.constant * self.radius + value.error for value in inputs)
         size = step.size + step.reach * drift
-        require((size < 1e30).all(), "float32 may overflow")
-        rounding = gamma(step.terms, FLOAT32) * size * SLACK + UNDERFLOW
+        # the factor of a division by a tiny number is large
+        require((size < 1e30).all() and step.factor < 1e30, "float32 may overflow")
+        lost = UNDERFLOW * (1 + drift + sum(norm(value.x) for value in inputs))
+        rounding = gamma(step.terms, FLOAT32) * size * SLACK + lost
         value = super().bound(step, inputs)
         return value._replace(error=value.error + rounding)
 

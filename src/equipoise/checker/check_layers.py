@@ -24,7 +24,8 @@ class Circular(Layer):
     def __init__(self, weight, geometry, size):
         super().__init__(weight, geometry, size)
         self.period = self.positions * self.stride
-        require((self.period == size).all(), "a circular convolution that changes the size")
+        same = (self.period == size).all() and (self.padding <= size).all()
+        require(same, "a circular convolution that changes the size, or winds around it twice")
 
 
 def circular(network, node, x):
@@ -70,7 +71,7 @@ def residual(network, node, x):
     layer = network.layer(node, x.shape[1:-1])
     s = node["upper"]
     h = number(node["h"], 1e-6, 1e6)
-    require(h * s < 1e9, "the norm of a residual block is too large")
+    require(h * s < 1e6, "the norm of a residual block is too large")
 
     y = layer.apply(x, layer.weight)
     bias = network.repeated(node, "bias", y)
@@ -96,6 +97,7 @@ def pool(network, node, x):
 
     # a window of ones for each channel: its geometry is used
     layer = Layer(np.ones((len(x), 1, *kernel)), {**node, "groups": len(x)}, x.shape[1:-1])
+    require((2 * layer.padding <= kernel).all(), "a window that holds nothing but padding")
     widths = [(0, 0), *zip(layer.padding, layer.padding), (0, 0)]
     image = np.pad(x, widths, constant_values=-np.inf if largest else 0)
     y = -np.inf if largest else 0.0
@@ -103,7 +105,7 @@ def pool(network, node, x):
         part = layer.part(image, tap)
         y = np.maximum(y, part) if largest else y + part
 
-    overlap = np.prod(-(-kernel // layer.stride))
+    overlap = math.prod((-(-kernel // layer.stride)).tolist())
     if largest:
         return Step(y, math.sqrt(overlap) * SLACK)
     factor = math.sqrt(overlap / count) * SLACK
@@ -160,7 +162,7 @@ def sort(network, node, x):
     """Entries are sorted along a dimension, counted from the batch: no distance grows."""
     axis = integer(node["dim"], 1, x.ndim - 1) - 1
     y = np.sort(x, axis)
-    return Step(np.flip(y, axis) if node["descending"] else y, 1.0)
+    return Step(np.flip(y, axis) if number(node["descending"], 0, 1, (bool,)) else y, 1.0)
 
 
 def householder(network, node, x):
@@ -173,6 +175,8 @@ def householder(network, node, x):
     y = z - 2 * np.minimum((v * z).sum(axis=0), 0) * v / square
     return Step(y.reshape(x.shape), 1.0, 32, norm(x), 1.0)
 
+
+NODE.append("size h kernel widths dim descending negative_slope min max beta threshold")
 
 OPERATIONS |= {
     "circular": circular,

@@ -13,7 +13,7 @@ procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise
 
 import itertools
 import math
-from decimal import Decimal, localcontext
+from decimal import MIN_EMIN, Decimal, localcontext
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -165,6 +165,10 @@ def check_joint(claim, row):
     return gap
 
 
+#: the words of a claim, and of a row
+CLAIM = "sigma alpha n rows"
+ROW = "input k rival procedure radius share p q gap weight cells"
+
 PROCEDURES = {"bounds": check_bounds, "joint": check_joint}
 
 
@@ -172,15 +176,19 @@ def check_smoothing(network, inputs, claim):
     """Prove the radius of every row, with sixty digits."""
     with localcontext() as context:
         context.prec = 60
+        # tails have no float's exponents: one that became 0 would be no upper bound
+        context.Emin = MIN_EMIN
         return check_rows(claim)
 
 
 def check_rows(claim):
     """Prove the radius of every row."""
+    known(claim, CLAIM)
     sigma = Decimal(number(claim["sigma"]))
     number(claim["alpha"], 1e-15, 0.5)
     integer(claim["n"], 1, 10**6)
     for index, row in enumerate(claim["rows"]):
+        known(row, ROW)
         votes = integer(row["k"], 0, claim["n"]) + integer(row["rival"], 0, claim["n"])
         require(votes <= claim["n"], f"row {index}: more votes than draws")
         gap = PROCEDURES[row["procedure"]](claim, row)

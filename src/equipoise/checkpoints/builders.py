@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused, flat_tensors
 from equipoise.core.files import guarded
-from equipoise.core.modules import flat_tensors
 
 Builder = Callable[..., nn.Module]
 

@@ -14,7 +14,11 @@ from pydantic import ConfigDict, Field
 from torch import nn
 
 from equipoise.checkpoints.builders import build_registered, registered
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import (
+    InputError,
+    Refused,
+    Shape,
+)
 from equipoise.core.files import (
     Document,
     atomic_write,
@@ -37,7 +41,7 @@ def save_checkpoint(
     model: nn.Module,
     factory: str,
     arguments: Mapping[str, Any] | None = None,
-    input_shape: tuple[int, ...] | None = None,
+    input_shape: Shape | None = None,
 ) -> Path:
     """Write `model.safetensors` and `config.json`, each whole or not at all, so that `load_checkpoint` gives the model back.
 
@@ -103,7 +107,7 @@ class Config(Document):
     weights: str | None = None
 
 
-def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | None]:
+def load_checkpoint(folder: str | Path) -> tuple[nn.Module, Shape | None]:
     """A checkpoint directory: one safetensors file, and a `config.json` with `factory`, `arguments` and `input_shape`.
 
     The factory must be a registered builder: a file does not choose which other code runs. A `config.json` that was written

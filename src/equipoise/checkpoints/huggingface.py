@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import Budget, check_arguments
-from equipoise.core.errors import InputError, Refused, unlogged
+from equipoise.core import (
+    InputError,
+    Refused,
+    Shape,
+    optional,
+    unlogged,
+)
 from equipoise.core.files import guarded, open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
@@ -58,9 +64,7 @@ def is_hugging_face(config: Any) -> bool:
     )
 
 
-def load_hugging_face(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[nn.Module, tuple[int, ...] | None]:
+def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, Shape | None]:
     """The image classifier of a directory in evaluation mode, and the shape of one input if the config says it.
 
     Args:
@@ -68,13 +72,7 @@ def load_hugging_face(
         config: its `config.json`, as JSON gives it.
     """
     where = str(folder / "config.json")
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            f"{where} is a Hugging Face model, which needs transformers: pip install transformers"
-        ) from error
-
+    transformers = optional("transformers", "text")
     family = _FAMILIES.get(str(config.get("model_type")))
     name = f"{family}ForImageClassification"
     if family is None or (config.get("architectures") or [name]) != [name]:

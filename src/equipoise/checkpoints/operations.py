@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from equipoise.core.errors import Refused
-from equipoise.core.modules import flat_tensors
+from equipoise.core import Refused, flat_tensors
 
 _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 

@@ -49,9 +49,8 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints.operations import check_arguments_of, find_operation
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
+from equipoise.core import EquipoiseError, InputError, Refused, flat_tensors, one_line, unlogged
 from equipoise.core.files import digest_bytes, parse_json, read_bounded
-from equipoise.core.modules import LARGEST, flat_tensors
 
 #: an archive longer than this is not read
 LARGEST_ARCHIVE = 2**37
@@ -59,6 +58,8 @@ LARGEST_ARCHIVE = 2**37
 LARGEST_JSON = 200_000_000
 #: a program of more operations is not read
 MOST_NODES = 50_000
+#: bytes of one value on the way: what is constant is computed before it is bounded
+LARGEST = 2**31
 #: bytes of all values together that do not depend on the input, which are computed and kept
 LARGEST_CONSTANTS = 2**33
 

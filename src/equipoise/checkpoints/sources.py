@@ -10,7 +10,11 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import read_program
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import (
+    InputError,
+    Refused,
+    Shape,
+)
 from equipoise.core.files import guarded, read_json, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
@@ -30,7 +34,7 @@ class Loaded:
 
     source: str
     model: nn.Module | ExportedProgram
-    input_shape: tuple[int, ...] | None
+    input_shape: Shape | None
     examples: tuple[Tensor, ...] | None = None
     digest: str | None = None
 

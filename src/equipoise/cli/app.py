@@ -33,19 +33,19 @@ class Command:
 #: every command in the order of the help: its module in this package and what the list says of it
 _TABLE = {
     "demo": ("demo", "Train, audit, certify and attack on bundled digits."),
-    "norm": ("norm", "Spectral norms of the weights in a file, proved."),
-    "audit": ("audit", "A proved Lipschitz bound of a network, by layer."),
+    "norm": ("norm", "Prove the spectral norm of every weight in a file."),
+    "audit": ("audit", "Prove a Lipschitz bound of a network, layer by layer."),
     "certify": ("certify", "Certify a dataset by randomized smoothing."),
-    "prove": ("certify", "Prove radii of a network itself, without noise."),
+    "prove": ("certify", "Prove a radius around every input, without noise."),
     "check": ("certify", "Check a certificate bundle independently."),
-    "derive": ("certify", "A stored run at another risk or procedure."),
+    "derive": ("certify", "Show a stored run at another risk or procedure."),
     "merge": ("certify", "Join runs over disjoint inputs."),
-    "export": ("certify", "A run as a table (.csv)."),
+    "export": ("certify", "Write a run as a table (.csv)."),
     "attack": ("attack", "Attack a run; no certificate may break."),
-    "predict": ("attack", "Answers of a run's classifier as deployed."),
-    "report": ("report", "One HTML page from certification runs."),
+    "predict": ("attack", "Answer new inputs as the certified classifier does."),
+    "report": ("report", "Show runs and bounds on one HTML page."),
     "train": ("train", "Train a network from a recipe."),
-    "curvature": ("curvature", "Hessian eigenvalue, trace, density, sharpness."),
+    "curvature": ("curvature", "Measure the curvature of the loss at the weights."),
     "selfcheck": ("selfcheck", "Attack the guarantees on your own machine."),
 }
 COMMANDS = tuple(
@@ -55,19 +55,20 @@ COMMANDS = tuple(
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-HELP = """Stability of PyTorch networks, with guarantees: every reported upper bound is rigorous, rounding included.
+HELP = """Measure, train and certify the stability of PyTorch networks, with guarantees.
+
+Every reported upper bound is rigorous, rounding included.
 
 Examples:
 
-  equipoise demo                                           everything once, on bundled digits: a minute or two
-  equipoise audit model.onnx                               how much can this network stretch a distance?
-  equipoise certify model.onnx --data photos/ --sigma 0.1  which answers cannot change, and how far?
-  equipoise prove model.onnx --data images.npz             the same without noise, for the network itself
-  equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
-  equipoise selfcheck --minutes 5                          the guarantees, attacked on this machine
+  equipoise demo                                everything once, on digits
+  equipoise audit model.onnx                    how far can it stretch inputs?
+  equipoise prove model.onnx --data images.npz  which answers cannot change?
+  equipoise certify model.onnx --data photos/ --sigma 0.1  the same, by noise
 
-Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the input was refused
-(one sentence on stderr; with --json {"error": …} on stdout as well), 130 interrupted.
+Every command has --help and --json. Exit codes: 0 success, 1 a check failed,
+2 the input was refused (one sentence on stderr; with --json also {"error": …}
+on stdout), 130 interrupted.
 """
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from equipoise.runs.store import Recipe
 
 Elsewhere = Annotated[
-    str | None, typer.Option("--model", help="the model of the run, if it lies elsewhere now")
+    str | None, typer.Option("--model", help="load the run's model from here, if it was moved")
 ]
 
 
@@ -36,23 +36,26 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
 def attack(
     run: options.RunArgument,
     epsilon: Annotated[
-        str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")
+        str | None, typer.Option(help="also attack at these radii: 0.25,0.5,1.0")
     ] = None,
-    steps: Annotated[int, typer.Option(help="gradient steps")] = 20,
-    limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
+    steps: Annotated[int, typer.Option(help="take this many gradient steps")] = 20,
+    limit: Annotated[
+        int | None, typer.Option(help="attack only the first inputs of the run")
+    ] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
     data: Annotated[
-        str | None, typer.Option(help="the data of the run, if it lies elsewhere now")
+        str | None, typer.Option(help="read the run's data from here, if it was moved")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Attack the certified inputs of a run inside their radius, where none may break, and beyond it.
+    """Attack the certified inputs of a run, inside their radius and beyond it.
 
-    Model, data and preprocessing are those of the run. Every certificate is attacked at 0.99 and
-    at 1.5 times its radius: none may break at the first, the second shows the attack's power.
-    Outcomes are stored in the run, so a report shows them; kill it whenever you like and run the
-    same command again. Exit code 1: a certificate broke, or some inputs could not be attacked.
+    Model, data and preprocessing are those of the run. Every certificate is
+    attacked at 0.99 times its radius, where none may break, and at 1.5 times,
+    which shows how strong the attack is. Outcomes are stored in the run and shown
+    by `equipoise report`; kill it whenever you like, the same command continues.
+    Exit code 1: a certificate broke, or some inputs could not be attacked.
 
     Examples:
 
@@ -60,7 +63,6 @@ def attack(
       equipoise attack runs/a --epsilon 0.25,0.5 --steps 50
     """
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_down
     from equipoise.runs import attack_run
 
     levels = options.epsilons(epsilon) or []
@@ -88,7 +90,7 @@ def attack(
         if summary.accuracy:
             rows = [
                 {
-                    "radius ε": format_down(row["epsilon"], 4),
+                    "radius ε": str(row["epsilon"]),
                     "certified": f"{percent(row['certified'])} %",
                     f"attacked, {summary.kind}": f"{100 * row['attacked']:.2f} %",
                 }
@@ -103,11 +105,13 @@ def attack(
 def predict(
     run: options.RunArgument,
     data: options.Data,
-    n: Annotated[int, typer.Option(help="draws per input")] = 1000,
-    alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
+    n: Annotated[int, typer.Option(help="draw this many noisy copies of every input")] = 1000,
+    alpha: Annotated[
+        float, typer.Option(help="accept this risk of a wrong majority per input")
+    ] = 1e-3,
     split: options.Split = None,
     limit: Annotated[
-        int | None, typer.Option(help="at most this many inputs, in their order")
+        int | None, typer.Option(help="take at most this many inputs, in their order")
     ] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -115,9 +119,10 @@ def predict(
 ) -> None:
     """Answer new inputs as the certified classifier of a run does.
 
-    Model, noise and preprocessing are those of the run. A smoothed classifier answers with the
-    majority under the noise, and gives another class with probability at most alpha per input;
-    where the draws do not tell, there is no answer. Exit code 1: some inputs failed.
+    Model, noise and preprocessing are those of the run. A smoothed classifier
+    answers with the majority under the noise and gives another class with
+    probability at most alpha per input; where the draws do not decide, it
+    abstains. Exit code 1: some inputs failed.
 
     Examples:
 

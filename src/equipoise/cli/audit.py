@@ -19,35 +19,35 @@ def audit(
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
     ball: Annotated[
-        float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")
+        float | None, typer.Option(help="bound only inputs of at most this ℓ2 norm")
     ] = None,
     rtol: Annotated[
-        float, typer.Option(help="relative gap of every operator norm; smaller is slower")
+        float,
+        typer.Option(help="bring every operator norm to this relative gap; smaller is slower"),
     ] = 1e-3,
     chain: Annotated[
         str,
         typer.Option(
-            help="closed: the dense layers at the end together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
+            help="closed: bound the last dense layers together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
         ),
     ] = "auto",
-    html: Annotated[
-        Path | None, typer.Option(help="write the page of `equipoise report` too")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write an HTML report too")] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
 ) -> None:
-    """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer.
+    """Prove how much a network can stretch a distance, layer by layer.
 
-    MODEL is a program saved by torch.export, an ONNX file, a checkpoint directory (safetensors
-    and JSON), or package.module:factory. Nothing in a file is executed: what is not plain weights and
-    tensor operations is refused, and so is a network with an operation that has no rule.
-    Exit code 1: the bound is larger than --fail-above.
+    MODEL is a program saved by torch.export, an ONNX file, a checkpoint directory
+    (safetensors and JSON), a Hugging Face directory, or package.module:factory.
+    Nothing in a file is executed: what is not plain weights and tensor operations
+    is refused, and so is an operation without a rule. Exit code 1: the bound is
+    larger than --fail-above.
 
     Examples:
 
       equipoise audit model.pt2 --html report.html
       equipoise audit model.onnx --fail-above 10
-      equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
+      equipoise audit torchvision.models:resnet18 --input-shape 3,224,224
     """
     from equipoise.core.bounds import format_up
     from equipoise.report import collect, write_report

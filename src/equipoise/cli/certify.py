@@ -27,14 +27,16 @@ def certify(
     data: options.Data,
     sigma: Annotated[
         str,
-        typer.Option(help="noise level in the units of the data; or one per channel: 0.2,0.2,0.5"),
+        typer.Option(
+            help="add noise of this level, in the units of the data; or one level per channel: 0.2,0.2,0.5"
+        ),
     ],
     run: options.RunFolder = None,
     weights: options.Weights = None,
-    n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
-    alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
+    n: Annotated[int, typer.Option(help="draw this many noisy copies of every input")] = 10_000,
+    alpha: Annotated[float, typer.Option(help="accept this risk per input")] = 1e-3,
     procedure: Annotated[
-        str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")
+        str, typer.Option(help="use rivals, cohen, bonferroni, cpm, direct, lvm, …")
     ] = "rivals",
     limit: options.Limit = None,
     shard: options.Shard = None,
@@ -46,22 +48,23 @@ def certify(
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
-    """Certify the inputs of a dataset by randomized smoothing; each certificate holds with probability 1 − alpha.
+    """Certify the inputs of a dataset by randomized smoothing.
 
-    Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
-    command continues. Before sampling, a few inputs show the accuracy and the time it will take.
-    Exit code 1: some inputs failed.
+    Each certificate holds with probability 1 − alpha. Counts are stored in a run
+    directory, one input at a time: kill it whenever you like, the same command
+    continues. Before sampling, a few inputs show the accuracy and the time it
+    will take. Exit code 1: some inputs failed.
 
-    Keys of --set, values as JSON or text: of sampling n0, seed, map, lipschitz (a bound or auto),
-    noise (grid or float), device, target_radius (stop each input early: once this
-    radius is decided); of model and data size ([32,32]), layout, columns
-    (["x","y"]); of the execution workers (on Ray), address, batch_size.
+    Keys of --set, with values as JSON or text. Sampling: n0, seed, map, lipschitz
+    (a bound or auto), noise (grid or float), device, target_radius (stop an input
+    once this radius is decided). Model and data: size ([32,32]), layout, columns
+    (["x","y"]). Execution: workers (on Ray), address, batch_size.
 
     Examples:
 
       equipoise certify model.pt2 --data digits --sigma 0.25 --run runs/a
-      equipoise certify model.onnx --data photos/ --set size=[32,32] --sigma 0.12
-      equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
+      equipoise certify model.onnx --data photos/ --sigma 0.1 --set size=[32,32]
+      equipoise certify model.pt2 --data digits --sigma 0.1 --set lipschitz=auto
     """
     given = dict(locals())
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
@@ -70,13 +73,13 @@ def certify(
 
 def prove(
     model: options.Model,
-    data: Annotated[str | None, typer.Option(help="the data, as for certify")] = None,
+    data: Annotated[str | None, typer.Option(help="read inputs from here, as for certify")] = None,
     run: options.RunFolder = None,
     weights: options.Weights = None,
-    norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
-    effort: Annotated[str, typer.Option(help="auto, fast, relaxation or integral")] = "auto",
+    norm: Annotated[str, typer.Option(help="measure distances in l2, linf or l1")] = "l2",
+    effort: Annotated[str, typer.Option(help="use auto, fast, relaxation or integral")] = "auto",
     seconds: Annotated[
-        float, typer.Option(help="processor time per input at most; 0: no limit", min=0)
+        float, typer.Option(help="spend at most this processor time per input; 0: no limit", min=0)
     ] = 60,
     limit: options.Limit = None,
     shard: options.Shard = None,
@@ -85,38 +88,36 @@ def prove(
     std: options.Std = None,
     epsilon: options.Epsilon = None,
     complete: Annotated[
-        bool, typer.Option("--complete", help="branch until one --epsilon is proved or broken")
+        bool, typer.Option("--complete", help="branch until the one --epsilon is proved or broken")
     ] = False,
     vnnlib: Annotated[
-        Path | None, typer.Option(help="a property in VNN-LIB, instead of --data")
+        Path | None, typer.Option(help="decide a VNN-LIB property, instead of --data")
     ] = None,
     ball: Annotated[
-        float | None, typer.Option(help="with --vnnlib: the l2 ball, not the box")
+        float | None, typer.Option(help="with --vnnlib: use the l2 ball instead of the box")
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="token sequences, a .npy (N, T), instead of --data")
+        Path | None, typer.Option(help="bound token exchanges in these sequences (.npy)")
     ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
-    """Prove a radius around every input within which the network keeps its answer: no noise, no risk.
+    """Prove a radius around every input within which the answer cannot change.
 
-    The radii are about the real function of the stored weights, evaluated in float64 with its
-    rounding covered. Stored, killed and continued as by `certify`. Keys of --set: deployed (float32:
-    also radii of the forward pass in float32), and those of model and data as for `certify`.
-    A single --epsilon is the only radius tried, from cheap methods to tight ones; with --complete it
-    is proved, broken (the input is stored) or undecided. Exit code 1: some inputs failed. --vnnlib:
-    a property holds, is violated (with the input) or unknown; exit code 1 unless it holds.
-    --tokens, for a network that begins with an embedding: how many tokens may be exchanged.
+    No noise, no risk: radii hold for the real function of the stored weights.
+    Runs are stored and continued as by `certify`. Keys of --set: deployed
+    (float32: also radii of the float32 forward pass); model and data as there.
+    A single --epsilon is the only radius tried; with --complete it is proved,
+    broken or undecided. --tokens: for networks that begin with an embedding.
+    Exit code 1: some inputs failed, or the property does not hold.
 
     Examples:
 
       equipoise prove model.pt2 --data digits --run runs/p
       equipoise prove model.pt2 --data digits --epsilon 0.5 --complete
-      equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
+      equipoise prove model.onnx --data images.npz --norm linf --seconds 10
       equipoise prove model.onnx --vnnlib property.vnnlib --seconds 60
-      equipoise prove package.module:factory --weights net.safetensors --tokens sequences.npy
     """
     if tokens is not None:
         return _substitutions(model, weights, tokens, json)
@@ -322,7 +323,6 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         json: whether to print a document instead.
     """
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_down
 
     summary = run.summary(levels, results=results)
     if json:
@@ -335,9 +335,9 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         }
         if summary.deployed:
             shares["deployed"] = summary.deployed
-        # what is certified at ε is certified below it: ε is never shown larger than it is
+        # in full: rounded down, 0.3 would read 0.2999
         rows = [
-            {"radius ε": format_down(level, 4)}
+            {"radius ε": str(level)}
             | {name: f"{percent(share[level])} %" for name, share in shares.items()}
             for level in summary.accuracy
         ]
@@ -354,9 +354,10 @@ def derive(
     epsilon: options.Epsilon = None,
     json: options.Json = False,
 ) -> None:
-    """Show a stored run, with radii derived from its counts at another risk or by another procedure.
+    """Show a stored run at another risk or procedure, derived from its counts.
 
-    No forward pass is made. Each derivation keeps its own alpha; the best of many looked at does not.
+    No forward pass is made. Each derivation keeps its own alpha; the best of
+    several, chosen after looking, does not.
 
     Examples:
 
@@ -371,10 +372,12 @@ def derive(
 
 def merge(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run directories")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the new run directory")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="store the joined run here")],
     json: options.Json = False,
 ) -> None:
-    """Join runs of one model over disjoint inputs (see --shard of `certify` and `prove`) into a new one.
+    """Join runs of one model over disjoint inputs into a new run.
+
+    The parts are made by --shard of `certify` and `prove`.
 
     Examples:
 
@@ -388,7 +391,7 @@ def merge(
 
 def export(
     run: options.RunArgument,
-    file: Annotated[Path, typer.Argument(help="to write: .csv")],
+    file: Annotated[Path, typer.Argument(help="the table to write, a .csv")],
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
     json: options.Json = False,
@@ -420,8 +423,8 @@ def check(
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.
 
-    The checker needs Python and NumPy alone and shares no
-    code with the rest of the library; copy the files of equipoise/checker anywhere and run
+    The checker needs Python and NumPy alone and shares no code with the rest of
+    the library: copy the files of equipoise/checker anywhere and run
     `python check.py DIR`.
 
     Examples:

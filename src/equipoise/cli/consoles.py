@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+#: letters of numbers in the cells of tables
+NUMERIC = set("-+.,0123456789e %×")
+
 
 def results() -> Console:
     """Console for results; not on a terminal it is wide enough that tables are not cut."""
@@ -28,16 +31,21 @@ def complain(sentence: str) -> None:
     say(f"equipoise: {sentence}", style="red")
 
 
+def visible(text: str) -> str:
+    """The text with control characters written out: those of a name in a file could hide what else is printed."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def say(text: str, style: str | None = None) -> None:
     """A remark on stderr, as it is."""
-    messages().print(text, markup=False, style=style, soft_wrap=True)
+    messages().print(visible(text), markup=False, style=style, soft_wrap=True)
 
 
 def tell(*lines: str) -> None:
     """Lines of a result on stdout, as they are."""
     console = results()
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(visible(line), markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -65,10 +73,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     """
     table = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
     for column in rows[0] if rows else ():
-        numeric = all(row[column][:1] in "-0123456789" for row in rows)
+        numeric = all(set(row[column]) <= NUMERIC for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(visible, row.values()))
     results().print(table, markup=False)
 
 

@@ -13,25 +13,29 @@ def curvature(
     data: Data,
     weights: Weights = None,
     split: Split = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
-    layer: Annotated[
-        str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="use only the first so many inputs")
     ] = None,
-    what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
-    seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
+    layer: Annotated[
+        str | None, typer.Option(help="use only parameters of this name, e.g. 'fc.*'")
+    ] = None,
+    what: Annotated[
+        str, typer.Option(help="measure any of top,trace,density,sharpness")
+    ] = "top,trace",
+    seed: Annotated[int, typer.Option(help="seed the random vectors", min=0)] = 0,
     json: Json = False,
 ) -> None:
-    """How curved is the loss at these parameters? Hessian eigenvalue, trace, density and sharpness.
+    """Measure the Hessian of the loss: top eigenvalue, trace, density, sharpness.
 
-    The Hessian is that of the mean loss over the data, in evaluation mode, never formed.
-    The top eigenvalue comes with its residual: within that distance there is an eigenvalue,
-    and the largest one is at least the value. Traces and densities are estimates with a
-    standard error; the sharpness is what an ascent found, a lower bound.
+    The Hessian is that of the mean loss over the data, in evaluation mode; it is
+    never formed. The top eigenvalue comes with its residual: an eigenvalue lies
+    within that distance, and the largest one is at least the value. Traces and
+    densities are estimates; the sharpness, found by ascent, is a lower bound.
 
     Examples:
 
       equipoise curvature checkpoint/ --data digits --split test
-      equipoise curvature checkpoint/ --data digits --layer 'fc.*' --what top,trace,density --json
+      equipoise curvature checkpoint/ --data digits --what top,sharpness --json
     """
     from torch.export import ExportedProgram
 

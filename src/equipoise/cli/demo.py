@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the networks, the runs and the report.")
+        Path, typer.Option("--out", "-o", help="write networks, runs and report into this folder")
     ] = Path("equipoise-demo"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds: every step, little of each.")
+        bool, typer.Option("--quick", help="do a little of every step, in seconds")
     ] = False,
     json: Json = False,
 ) -> None:
-    """The main job on bundled digits, in a minute or two: no download, no GPU.
+    """Train, audit, certify and attack on bundled digits: no download, no GPU.
 
-    Trains a network under noise beside a 1-Lipschitz one, bounds both, certifies them by proof
-    and by smoothing (Cohen, rivals, LVM-RS with and without Lipschitz), attacks them inside every
-    certificate and writes OUT/report.html. Exit code 1: an attack contradicts a certificate.
+    Takes a minute or two. Trains a network under noise beside a 1-Lipschitz one,
+    bounds both, certifies them by proof and by smoothing (Cohen, rivals, LVM-RS
+    with and without a Lipschitz constant), attacks every certificate inside its
+    radius and writes OUT/report.html. Exit code 1: a certificate broke.
 
     Examples:
 

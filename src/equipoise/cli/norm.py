@@ -40,41 +40,40 @@ def norm(
     ],
     input_size: Annotated[
         str | None,
-        typer.Option(
-            help="spatial input size, e.g. 32,32 (one number: every axis); default: any size"
-        ),
+        typer.Option(help="assume this spatial input size, e.g. 32,32; default: any size"),
     ] = None,
-    rtol: Annotated[float, typer.Option(help="relative gap upper/lower − 1 to reach")] = 1e-3,
+    rtol: Annotated[float, typer.Option(help="bring upper/lower − 1 below this")] = 1e-3,
     only: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'"),
+        typer.Option(metavar="PATTERN", help="read only tensors of this name, e.g. 'layer1.*'"),
     ] = None,
     heads: Annotated[
         int | None,
         typer.Option(
-            help="also the norms of this many blocks of rows of every matrix that allows it", min=2
+            help="also bound this many blocks of rows of every matrix, one per attention head",
+            min=2,
         ),
     ] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
 ) -> None:
-    """Spectral norm of every weight of FILE, as brackets: lower ≤ norm ≤ upper.
+    """Prove the spectral norm of every weight of FILE: lower ≤ norm ≤ upper.
 
-    2-D weights are matrices, 3-D to 5-D weights convolution kernels (out, in, ...);
-    vectors, scalars and integers are listed as skipped.
+    2-D weights are matrices, 3-D to 5-D weights are convolution kernels; vectors,
+    scalars and integers are listed as skipped.
 
-    A file does not say stride, dilation, groups or padding. Without --input-size the
-    upper end holds for every stride, every zero padding, every dilation, every
-    grouping and every input size of the same weight; the lower end belongs to
-    stride 1 and groups 1. Reflect and replicate padding are not covered.
-    Exit code 1: an upper end is larger than --fail-above; 2: a tensor was refused.
+    A file does not say stride, dilation, groups or padding. Without --input-size
+    the upper end holds for every stride, zero padding, dilation, grouping and
+    input size of the same weight; the lower end belongs to stride 1 and groups 1.
+    Reflect and replicate padding are not covered. Exit code 1: an upper end is
+    larger than --fail-above; 2: a tensor was refused.
 
     Examples:
 
       equipoise norm model.safetensors
       equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
       equipoise norm model.safetensors --only 'layer1.*' --fail-above 1 --json
-      equipoise norm model.safetensors.index.json --only '*.q_proj.weight' --heads 32
+      equipoise norm model.safetensors.index.json --only '*.q_proj.*' --heads 32
     """
     from equipoise.core.bounds import format_down, format_up
     from equipoise.core.checks import require_positive

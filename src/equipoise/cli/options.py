@@ -17,43 +17,42 @@ if TYPE_CHECKING:
     from equipoise.runs.sources import Portable
     from equipoise.runs.store import Recipe
 
-Weights = Annotated[str | None, typer.Option(help="weights for a factory, as .safetensors")]
-Device = Annotated[str, typer.Option(help="where the network runs")]
+Weights = Annotated[str | None, typer.Option(help="load these .safetensors into a factory's model")]
+Device = Annotated[str, typer.Option(help="run the network here: cpu, cuda, …")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-Split = Annotated[str | None, typer.Option(help="which part of the data; default: test")]
-Mean = Annotated[
-    str | None, typer.Option(help="the model takes (x − mean)/std: per channel, e.g. 0.5,0.5,0.5")
+Split = Annotated[str | None, typer.Option(help="use this split of the data; default: test")]
+Mean = Annotated[str | None, typer.Option(help="feed the model (x − mean)/std: 0.5,0.5,0.5")]
+Std = Annotated[str | None, typer.Option(help="as --mean; radii stay in the units of the data")]
+Data = Annotated[
+    str, typer.Option(help="read inputs from digits, a .npz or .parquet file, a folder, …")
 ]
-Std = Annotated[
-    str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")
-]
-Data = Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")]
 RunFolder = Annotated[
-    Path | None, typer.Option(help="run directory; default: runs/<command>-<digest>")
+    Path | None, typer.Option(help="store the run here; default: runs/<command>-<digest>")
 ]
 Limit = Annotated[
-    int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
+    int | None, typer.Option(help="take at most so many inputs, from every class in turn")
 ]
 Shard = Annotated[
     str | None,
-    typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight; --limit is per part"),
+    typer.Option(help="take one part, e.g. 2/8; --limit is per part"),
 ]
-Epsilon = Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")]
-Alpha = Annotated[float | None, typer.Option(help="risk per input; default that of the run")]
-Procedure = Annotated[str | None, typer.Option(help="cohen, rivals, …; default that of the run")]
+Epsilon = Annotated[str | None, typer.Option(help="report accuracy at these radii: 0,0.25,0.5")]
+Alpha = Annotated[float | None, typer.Option(help="accept this risk per input; default: the run's")]
+Procedure = Annotated[str | None, typer.Option(help="use cohen, rivals, …; default: the run's")]
 Model = Annotated[
     str,
     typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory"),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rarer setting, see below")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="change a rarer setting (keys above)"),
 ]
 InputShape = Annotated[
-    str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")
+    str | None, typer.Option(help="set the shape of one input, without the batch: 3,32,32")
 ]
 FailAbove = Annotated[
-    float | None, typer.Option(help="exit code 1 if an upper bound is larger than this")
+    float | None, typer.Option(help="exit with code 1 if an upper bound is larger than this")
 ]
 
 

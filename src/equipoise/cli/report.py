@@ -14,31 +14,33 @@ def report(
         list[Path] | None,
         typer.Argument(metavar="RUN...", help="run directories, or certification logs (.tsv)"),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="write the page here")] = Path(
+        "report.html"
+    ),
     audit: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODEL", help="bound this network too; may be given several times"),
+        typer.Option(metavar="MODEL", help="bound this network too; may be repeated"),
     ] = None,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
     refresh: Annotated[
-        int | None, typer.Option(help="the page reloads itself after so many seconds", min=1)
+        int | None, typer.Option(help="make the page reload itself after so many seconds", min=1)
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Compare runs on one page: curves, radii, attacks, bounds, and what is not guaranteed.
+    """Compare runs on one page: curves, radii, attacks, bounds and their limits.
 
-    RUN is a directory made by `equipoise certify`, `prove` or `demo`, or a certification log in
-    Cohen's format; certificates are derived from stored counts, nothing is sampled. The page
-    works offline, in light and dark, on a phone and on paper; every number on it can be saved
-    as JSON or CSV.
+    RUN is a directory made by `equipoise certify`, `prove` or `demo`, or a
+    certification log in Cohen's format. Certificates are derived from stored
+    counts; nothing is sampled. The page works offline, in light and dark, on a
+    phone and on paper; its numbers can be saved as JSON or CSV.
 
     Examples:
 
       equipoise report runs/a runs/b -o compare.html
       equipoise report runs/a --audit model.pt2 -o a.html
       equipoise report runs/a --json > numbers.json
-      equipoise report --audit package.module:factory --input-shape 3,32,32 -o audit.html
+      equipoise report --audit model.onnx -o audit.html
     """
     from equipoise.cli.audit import audit_report
     from equipoise.core.errors import Refused

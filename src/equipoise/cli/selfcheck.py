@@ -18,27 +18,27 @@ def selfcheck(
     suite: Annotated[
         str,
         typer.Argument(
-            help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers.",
+            help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers",
             metavar="[SUITE]",
         ),
     ] = "norms",
-    minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="look for violations this long")] = 1.0,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
+    seed: Annotated[int, typer.Option(help="draw other operators by another seed", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
 
-    `norms`: random matrices and convolutions. `layers`: 1-Lipschitz layers, trained to
-    break their constant. `networks`: random compositions of building blocks, whose facts
-    are checked node by node and whose bounds are attacked by pairs and Jacobians.
+    `norms`: random matrices and convolutions. `layers`: 1-Lipschitz layers,
+    trained to break their constant. `networks`: random compositions of building
+    blocks, checked node by node and attacked by pairs and Jacobians.
 
-    Prints how many bounds were compared, how close the bounds came, and how many were
-    wrong: 0, or the exit code is 1. An end counts as wrong beyond 1e-12 relative, the
-    rounding of the reference.
+    Prints how many bounds were compared, how close they came, and how many were
+    wrong (by more than 1e-12, the rounding of the reference): none, or the exit
+    code is 1.
 
-    With equipoise-lab installed, `trained` follows the gradient of truth/upper to break
-    the bound of a norm, `programs` writes random programs as source code, and `files`
+    With equipoise-lab, `trained` follows the gradient of truth/upper to break the
+    bound of a norm, `programs` writes random programs as source code, and `files`
     damages files of every kind that the library reads.
 
     Examples:

@@ -22,56 +22,53 @@ def train(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change the recipe: --set optimizer.lr=0.1"
+            "--set", metavar="KEY=VALUE", help="change the recipe: --set optimizer.lr=0.1"
         ),
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the run; the same command goes on where it stopped. [runs/NAME]"
-        ),
+        typer.Option(help="store the run here; default: runs/NAME"),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="do not use a GPU")] = False,
     allow_code: Annotated[
         bool,
         typer.Option(
             "--allow-code",
-            help="Let the recipe file name code of its own (module:factory); it is run.",
+            help="let the recipe file name code (module:factory) and run it",
         ),
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="list the bundled recipes")] = False,
     source: Annotated[
         str | None,
         typer.Option(
             "--from",
-            help="Convert a checkpoint, Hugging Face folder or package.module:factory to 1-Lipschitz layers and train it.",
+            help="convert a checkpoint, Hugging Face folder or package.module:factory to 1-Lipschitz layers and train it",
         ),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="With --from package.module:factory: safetensors.")
+        Path | None, typer.Option(help="with --from package.module:factory: load these safetensors")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")
+        str, typer.Option(help="with --from: use these layers: sr, aol, bcop, cayley, …")
     ] = "sr",
     data: Annotated[
-        str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")
+        str | None,
+        typer.Option(help="with --from and no recipe: train on digits, a file or a folder"),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
+        float | None, typer.Option(help="stop after this time; the same command continues", min=0)
     ] = None,
     planned: Annotated[
         bool,
-        typer.Option(
-            "--plan", help="Say what it costs (steps, hours on this machine); train nothing."
-        ),
+        typer.Option("--plan", help="print the cost (steps, hours on this machine) and stop"),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
+    """Train a network from a recipe: data, model, loss, noise, optimizer, schedule.
 
-    Measures loss, accuracy, the proved Lipschitz bound, the accuracy certified by it and the
-    norm of every layer. A run that was killed goes on with the same command, bit by bit.
-    The folder of the run is a checkpoint for `equipoise audit` and `equipoise certify`.
+    Measures loss, accuracy, the proved Lipschitz bound and the accuracy it
+    certifies. After a stop the same command continues, bit for bit. The folder of
+    the run is a checkpoint for `equipoise audit` and `equipoise certify`.
 
     Examples:
 
@@ -79,9 +76,9 @@ def train(
       equipoise train sll-sr-digits
       equipoise train sll-sr-small-cifar10 --plan
       equipoise train --from runs/mlp --method sr --data digits
-      equipoise train --from my_nets:net --weights net.safetensors --data digits --minutes 30
-      equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
-      accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
+      equipoise train --from my_nets:net --weights w.safetensors --data digits
+      equipoise train recipe.yaml --set optimizer.lr=0.05 --run-dir runs/lr
+      torchrun --nproc-per-node 4 -m equipoise train recipe.yaml
     """
     from equipoise.train import read_recipe, run_recipe
     from equipoise.train.loop import plan_recipe
@@ -90,6 +87,8 @@ def train(
     if listed:
         return _list(json)
     if source is not None:
+        if recipe is None and data is None:
+            refuse("which data? --from takes --data, or a recipe")
         name = f"{Path(source).resolve().name}-{method}"
         folder = run_dir or Path("runs") / name.replace(":", "-")
         task: dict[str, Any] = {
@@ -111,7 +110,7 @@ def train(
                 for name, text in _figures(outcome.after).items()
             ]
             print_table(f"{source} → {folder}", rows)
-            left = ", ".join(row.name for row in outcome.conversion.left)
+            left = ", ".join(f"{row.name} ({row.was})" for row in outcome.conversion.left)
             tell(f"not converted: {left or 'nothing'}", f"Next: equipoise audit {folder}/model.pt2")
         return
     if recipe is None:

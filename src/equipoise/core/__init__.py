@@ -1,20 +1,118 @@
-"""Types for bounds, errors, and floating-point arithmetic with error terms."""
+"""What every package builds on: bounds as types, errors, checks of arguments, floating-point arithmetic with error terms.
 
-from equipoise.core.bounds import Bound, Bracket, Kind, as_upper, format_down, format_up
-from equipoise.core.errors import EquipoiseError, InputError, Refused
-from equipoise.core.modules import fresh_strides
-from equipoise.core.precision import full_precision
+The names are imported from here; `core.files`, which needs pydantic, is imported by itself.
+"""
+
+from equipoise.core.accuracy import (
+    Floats,
+    Ints,
+    Mask,
+    average_certified_radius,
+    certified_accuracy,
+    certified_at,
+    percent,
+    round_levels,
+)
+from equipoise.core.bounds import Bound, Bracket, Kind, Shape, as_upper, format_down, format_up
+from equipoise.core.checks import (
+    CLASS_NUMBERS,
+    POSITIVE,
+    describe,
+    require_counts,
+    require_eval,
+    require_images,
+    require_labels,
+    require_module,
+    require_number,
+    require_one_of,
+    require_positive,
+    require_tensor,
+    require_type,
+)
+from equipoise.core.errors import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    did_you_mean,
+    one_line,
+    optional,
+    unlogged,
+)
+from equipoise.core.modules import (
+    by_construction,
+    constructed,
+    evaluating,
+    flat_tensors,
+    fresh_strides,
+    hooked,
+    is_unmodified,
+    tensor_slots,
+)
+from equipoise.core.precision import (
+    deflate,
+    float64,
+    frobenius,
+    full_precision,
+    gamma,
+    inflate,
+    rescaled,
+    row_lengths,
+    safe_root,
+    unit_roundoff,
+)
 
 __all__ = [
+    "CLASS_NUMBERS",
+    "POSITIVE",
     "Bound",
     "Bracket",
     "EquipoiseError",
+    "Floats",
     "InputError",
+    "Ints",
     "Kind",
+    "Mask",
     "Refused",
+    "Shape",
     "as_upper",
+    "average_certified_radius",
+    "by_construction",
+    "certified_accuracy",
+    "certified_at",
+    "constructed",
+    "deflate",
+    "describe",
+    "did_you_mean",
+    "evaluating",
+    "flat_tensors",
+    "float64",
     "format_down",
     "format_up",
     "fresh_strides",
+    "frobenius",
     "full_precision",
-]  # fmt: skip
+    "gamma",
+    "hooked",
+    "inflate",
+    "is_unmodified",
+    "one_line",
+    "optional",
+    "percent",
+    "require_counts",
+    "require_eval",
+    "require_images",
+    "require_labels",
+    "require_module",
+    "require_number",
+    "require_one_of",
+    "require_positive",
+    "require_tensor",
+    "require_type",
+    "rescaled",
+    "round_levels",
+    "row_lengths",
+    "safe_root",
+    "tensor_slots",
+    "unit_roundoff",
+    "unlogged",
+]

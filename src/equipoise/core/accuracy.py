@@ -9,10 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from equipoise.core.errors import InputError
 
 Floats = NDArray[np.float64]
-Mask = TypeVar("Mask", bound=Any)
+Ints = NDArray[np.int64]
+#: one truth value per input, class or bucket
+Mask = NDArray[np.bool_]
+Verdicts = TypeVar("Verdicts", bound=Any)
 
 
-def certified_at(radius: Any, correct: Mask, epsilon: float) -> Mask:
+def certified_at(radius: Any, correct: Verdicts, epsilon: float) -> Verdicts:
     """Which inputs are certified at ε: `correct and R ≥ ε`, of arrays or of tensors.
 
     Radii are rounded down, so `≥` is safe. `correct` must be False where there is no decision: for an abstention, for a
@@ -77,7 +80,7 @@ def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
     return float(np.where(correct, radius, 0.0).mean())
 
 
-def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, Mask]:
     r = np.asarray(radius, dtype=np.float64).ravel()
     c = np.asarray(correct, dtype=bool).ravel()
     if r.size == 0 or r.shape != c.shape:

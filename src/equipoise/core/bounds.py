@@ -12,6 +12,8 @@ from torch import Tensor
 from equipoise.core.errors import InputError, Refused
 
 Number = float | Tensor
+#: of a tensor, or spatial size of an image
+Shape = tuple[int, ...]
 
 
 class Kind(enum.StrEnum):
@@ -78,7 +80,7 @@ class Bracket:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
         low = _tensor(self.lower)
         up = _tensor(self.upper)
-        gap = torch.where(up == low, torch.zeros_like(up), up / low - 1)
+        gap = torch.where(up == low, 0.0, up / low - 1)
         return gap if gap.dim() else float(gap)
 
     @property

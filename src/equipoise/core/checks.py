@@ -121,16 +121,11 @@ def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tenso
     return x
 
 
-def require_images(x: Any, name: str = "x") -> Tensor:
-    """The batch, if it is one: finite floating-point inputs of shape (N, ...), N ≥ 1.
-
-    Args:
-        x: what the caller gave.
-        name: of the argument, for the message.
-    """
-    if require_tensor(x, name).dim() < 2:
+def require_images(x: Any) -> Tensor:
+    """The batch, if it is one: finite floating-point inputs of shape (N, ...), N ≥ 1."""
+    if require_tensor(x).dim() < 2:
         raise InputError(
-            f"{name} must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]"
+            f"x must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]"
         )
     return x
 

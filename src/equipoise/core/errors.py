@@ -5,9 +5,11 @@ escapes is a bug of ours and keeps its traceback.
 """
 
 import difflib
+import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class EquipoiseError(Exception):
@@ -41,6 +43,24 @@ def one_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 letters of it, or its type where it says nothing."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= 300 else f"{line[:300]} …"
+
+
+def optional(module: str, extra: str) -> Any:
+    """A module of a package that not every installation has; where it is missing, a sentence says how to get it.
+
+    Args:
+        module: its name.
+        extra: the extra of equipoise that brings it.
+
+    >>> optional("math", "train").pi > 3
+    True
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            f"this needs {module}: pip install 'equipoise[{extra}]' ({one_line(error)})"
+        ) from error
 
 
 #: how PyTorch says that there is not enough memory: of the processor's it has no type of error for it

@@ -2,7 +2,7 @@
 
 A module states a Lipschitz constant in ℓ2 by one attribute, next to its `forward`, in the same class:
 
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound     # for this input shape and the weights it has now
+    def lipschitz_upper(self, input_shape: Shape) -> Bound     # for this input shape and the weights it has now
 
 and where its construction proves a constant for all shapes and all weights it says so there: `@by_construction(1.0)` above
 the method, or `lipschitz_upper = by_construction(1.0)` without one. `is_unmodified` says whether such a claim is about the map
@@ -19,13 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
-from equipoise.core.bounds import Bound, as_upper
+from equipoise.core.bounds import Bound, Shape, as_upper
 from equipoise.core.errors import Refused
 
-Measured = Callable[[Any, tuple[int, ...]], Bound]
-
-#: bytes of a value that a program from a file may make on its way: what is constant in it is computed to be bounded
-LARGEST = 2**31
+Measured = Callable[[Any, Shape], Bound]
 
 
 class by_construction:
@@ -62,7 +59,7 @@ class by_construction:
             )
         return functools.partial(self._measure, module)
 
-    def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
+    def _measure(self, module: nn.Module, input_shape: Shape) -> Bound:
         assert self.measured is not None
         if not is_unmodified(module, "lipschitz_upper"):
             raise Refused(

@@ -124,7 +124,7 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
     Multiplying by a power of two is exact, so iterates can be rescaled without an error term.
     """
     exponent = torch.frexp(largest.double())[1]
-    return torch.where(largest == 0, torch.zeros_like(exponent), exponent)
+    return torch.where(largest == 0, 0, exponent)
 
 
 def rescaled(x: Tensor) -> tuple[Tensor, int]:
@@ -204,7 +204,7 @@ def row_lengths(x: Tensor) -> Tensor:
     0.0
     """
     largest = x.abs().amax(1)
-    unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
+    unit = x / torch.where(largest > 0, largest, 1.0)[:, None]
     return inflate(
         largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64))
     )
@@ -213,8 +213,8 @@ def row_lengths(x: Tensor) -> Tensor:
 def safe_root(square: Tensor) -> Tensor:
     """`√s` for s ≥ 0, with the derivative 0 at 0, where that of the root is infinite."""
     positive = square > 0
-    root = torch.where(positive, square, torch.ones_like(square)).sqrt()
-    return torch.where(positive, root, torch.zeros_like(square))
+    root = torch.where(positive, square, 1.0).sqrt()
+    return torch.where(positive, root, 0.0)
 
 
 @contextlib.contextmanager

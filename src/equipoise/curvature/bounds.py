@@ -19,11 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind, format_up
-from equipoise.core.checks import require_labels, require_number, require_one_of, require_tensor
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import hooked
-from equipoise.core.precision import inflate
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    format_up,
+    hooked,
+    inflate,
+    require_labels,
+    require_number,
+    require_one_of,
+    require_tensor,
+)
 from equipoise.curvature.hessian import Data, LossHessian
 from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm

@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.core.checks import describe, require_counts, require_module, require_one_of
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating, fresh_strides, tensor_slots
+from equipoise.core import (
+    InputError,
+    Refused,
+    describe,
+    evaluating,
+    fresh_strides,
+    require_counts,
+    require_module,
+    require_one_of,
+    tensor_slots,
+)
 
 Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor] | Iterable[tuple[Tensor, Tensor]]

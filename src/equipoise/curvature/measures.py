@@ -8,14 +8,14 @@ import numpy as np
 from scipy.linalg import norm
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from equipoise.core.checks import (
+from equipoise.core import (
+    Refused,
     require_counts,
     require_number,
     require_one_of,
     require_positive,
     require_type,
 )
-from equipoise.core.errors import Refused
 from equipoise.curvature.hessian import LossHessian, Vector
 
 #: up to this many parameters the matrix is formed and solved

@@ -12,12 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, fresh_strides
-from equipoise.core.errors import one_line
+from equipoise.core import (
+    InputError,
+    Ints,
+    Shape,
+    fresh_strides,
+    one_line,
+)
 from equipoise.core.files import Digest, guarded
 
 Array = NDArray[Any]
-Ints = NDArray[np.int64]
 Names = tuple[str, str]
 Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 
@@ -43,7 +47,7 @@ class Source:
     """
 
     count: int
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype[Any]
     read: Callable[[Ints], Any] = field(repr=False)
     scale: float | None = None
@@ -141,7 +145,7 @@ class Dataset:
         return self.num_classes > 0
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
+    def input_shape(self) -> Shape:
         """Shape of one input."""
         return self.source.shape
 

@@ -5,7 +5,6 @@ against a limit before memory is allocated.
 """
 
 import functools
-import importlib
 import inspect
 import io
 import re
@@ -17,14 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.errors import InputError, did_you_mean, one_line
+from equipoise.core import (
+    InputError,
+    Ints,
+    did_you_mean,
+    one_line,
+    optional,
+)
 from equipoise.core.files import SPEC, guarded, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,
     LABELS,
     Array,
     Dataset,
-    Ints,
     Layout,
     Names,
     Source,
@@ -160,15 +164,6 @@ def _choose_split(split: str | None, available: Sequence[str], name: str) -> str
     return split
 
 
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"reading this data needs pillow or pyarrow: pip install 'equipoise[data]' ({error})"
-        ) from error
-
-
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
     """One sentence for the many ways in which NumPy, pillow and pyarrow fail on a damaged file."""
@@ -245,7 +240,7 @@ def decode_picture(
         size: (height, width) to resize and crop to; None: as the picture is.
         channels: of the first picture: gray pictures join color ones, not the other way round.
     """
-    image = _optional("PIL.Image")
+    image = optional("PIL.Image", "data")
     file = io.BytesIO(data) if isinstance(data, bytes) else data
     with (
         _readable(f"{where} as {', '.join(FORMATS)}"),
@@ -267,7 +262,7 @@ def decode_picture(
             )
         picture = picture.convert("L" if gray and channels != 3 else "RGB")
         if size is not None:
-            fit = _optional("PIL.ImageOps").fit
+            fit = optional("PIL.ImageOps", "data").fit
             picture = fit(picture, size[::-1], image.Resampling.BILINEAR)
         pixels = np.asarray(picture, dtype=np.uint8)
     return pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)
@@ -348,7 +343,7 @@ def _read_tables(
     for count in _SHARD.findall(files[0].stem) if path.is_dir() else ():
         if int(count) != len(files):
             raise InputError(f"{name}: {int(count)} files belong together, there are {len(files)}")
-    pa = _optional("pyarrow")
+    pa = optional("pyarrow", "data")
     with _readable(f"the files of {name} as one table"):
         whole = pa.concat_tables([_read_table(file, max_bytes) for file in files])
     if whole.num_rows == 0:
@@ -368,7 +363,7 @@ def _read_tables(
 
 def _read_table(path: Path, max_bytes: int) -> Any:
     """A Parquet file; offsets and lengths are verified, since a file may lie about them."""
-    parquet = _optional("pyarrow.parquet")
+    parquet = optional("pyarrow.parquet", "data")
     with _readable(f"{path.name} as Parquet"), open_regular(path) as plain:
         file = parquet.ParquetFile(plain)
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]

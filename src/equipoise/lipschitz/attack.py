@@ -5,8 +5,6 @@ differentiation returns a slope that the function may have nowhere, so a Jacobia
 values at both inputs, evaluated in float64 with a bound of their rounding, which is subtracted.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_module
-from equipoise.core.errors import one_line
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import inflate
+from equipoise.core import flat_tensors, inflate, one_line, require_module
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]
@@ -120,7 +115,7 @@ def lower_ends(
         for a, b in pairs:
             best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
         reached = max(float(stretch(f, a, b).max()) for a, b in pairs)
-    if reached and not bool((best > 0).all()):
+    if reached and not (best > 0).all():
         note = (
             "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs "
             f"stretch by {reached:.3g} (an estimate)"

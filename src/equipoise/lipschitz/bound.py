@@ -8,9 +8,7 @@ from typing import Any, Literal, get_args
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.bounds import format_up
-from equipoise.core.checks import require_one_of, require_positive
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused, format_up, require_one_of, require_positive
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.measure import ChainMethod, whole_bound
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Scaled, Sum

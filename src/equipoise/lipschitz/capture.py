@@ -6,10 +6,9 @@ functional forms (`ExportedProgram.run_decompositions`). Data-dependent control 
 are changes of parameters and buffers, training mode, and reduced precision.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
+import functools
 import io
 import operator
 import sys
@@ -23,10 +22,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core.errors import InputError, Refused, one_line, unlogged
-from equipoise.core.modules import flat_tensors
+from equipoise.core import InputError, Refused, flat_tensors, one_line, unlogged
 from equipoise.lipschitz.decompose import decompose, is_mutable
-from equipoise.lipschitz.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.regions import Region, find_regions
 from equipoise.lipschitz.values import aten_name, in_float64, perform, where
 
@@ -70,7 +67,6 @@ def capture(
     itself gives: a check, not a proof, that the forward is the same function whether it is traced or called.
     """
     if isinstance(model, ExportedProgram):
-        require_stated_shapes(model)
         return analyse(model)
     require_module(model)
     model, stored = _in_single_precision(model)
@@ -142,7 +138,7 @@ def as_batch(x: Any) -> Tensor:
             f"expected the one input of a network, got {len(examples)} tensors: fix the others inside the model, or use "
             "lipschitz_bound, which takes several"
         )
-    if examples[0].dim() < 2 or not bool(torch.isfinite(examples[0]).all()):
+    if examples[0].dim() < 2 or not torch.isfinite(examples[0]).all():
         raise InputError(
             f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}"
         )
@@ -364,13 +360,20 @@ def as_function(program: Program) -> Callable[[Tensor], Tensor]:
             [t.double().flatten() for t in run_program(program, [sample[None]], exact=True)]
         )
 
-    def batch(x: Tensor) -> Tensor:
-        try:
-            return torch.func.vmap(one)(x)
-        except RuntimeError:  # an operation that cannot be mapped over a batch
-            return torch.stack([one(sample) for sample in x])
+    return functools.partial(mapped, one)
 
-    return batch
+
+def mapped(one: Callable[..., Tensor], *batches: Tensor) -> Tensor:
+    """A function of one sample on every sample.
+
+    Args:
+        one: the function.
+        batches: one for each of its arguments.
+    """
+    try:
+        return torch.func.vmap(one)(*batches)
+    except RuntimeError:  # an operation that cannot be mapped over a batch
+        return torch.stack([one(*each) for each in zip(*batches, strict=True)])
 
 
 def _agree(
@@ -470,7 +473,7 @@ def analyse(program: ExportedProgram) -> Program:
     returned.args = (returned.args[0][changed:],)
     inputs = [plain.places[n] for n in inputs]
     values: dict[fx.Node, Any] = {
-        plain.places[n]: v for n, v in lifted(program).items()
+        plain.places[n]: v for n, v in _stored(program).items()
     } | plain.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
@@ -503,6 +506,34 @@ def analyse(program: ExportedProgram) -> Program:
                 f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them"
             )
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
+
+
+def _stored(program: ExportedProgram) -> dict[fx.Node, Any]:
+    """Parameters, buffers and constants by placeholder."""
+    values: dict[fx.Node, Any] = {}
+    by_name = {n.name: n for n in program.graph_module.graph.nodes if n.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        node = by_name[spec.arg.name]
+        if spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and spec.persistent):
+            values[node] = _strided(program.state_dict[str(spec.target)])
+        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            constant = program.constants[str(spec.target)]
+            values[node] = _strided(constant) if isinstance(constant, Tensor) else constant
+        elif spec.kind is not InputKind.USER_INPUT:
+            raise Refused(
+                f"the program takes an input of kind {spec.kind.name} ({spec.arg.name}), which is not bounded"
+            )
+    return values
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Without gradients, and without a conjugation or sign that is still to be carried out."""
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise Refused(
+            f"a tensor of shape {tuple(tensor.shape)} is stored as {kind}, which no rule reads: use its to_dense()"
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 #: operations that read nothing but the shape of their first argument, or of their second

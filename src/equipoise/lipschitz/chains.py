@@ -21,9 +21,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.checks import require_tensor
-from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
+from equipoise.core import (
+    InputError,
+    frobenius,
+    full_precision,
+    gamma,
+    inflate,
+    require_tensor,
+    rescaled,
+)
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation
@@ -67,7 +73,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
 
 def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> float | None:
     """Logarithm of the bound, or None where the recursion cannot be verified (α ≤ −β, a linear activation, ill conditioning)."""
-    if any(not bool(layer.matrix.any()) and layer.error == 0 for layer in layers):
+    if any(not layer.matrix.any() and layer.error == 0 for layer in layers):
         return -math.inf
     layers, exponents = zip(*(_scaled(layer) for layer in layers), strict=True)
     total = log_product(2 * math.log(2) * sum(exponents))  # the bound is homogeneous in every layer
@@ -155,7 +161,7 @@ def verified_inverse(Y: Tensor) -> Inverse | None:
     if int(torch.linalg.cholesky_ex(Y - shift * torch.eye(n, dtype=torch.float64))[1]) != 0:
         return None
     X = torch.linalg.inv(Y)
-    if not bool(torch.isfinite(X).all()):
+    if not torch.isfinite(X).all():
         return None
     X = (X + X.mT) / 2
     x = float(frobenius(X))

@@ -13,8 +13,6 @@ Constants that only the written-out operations compute are kept in float64 as we
 itself and not for a rounded way to compute it. Numbers of Python are read in the dtype in which PyTorch computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -27,7 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.errors import Refused, one_line
+from equipoise.core import (
+    Refused,
+    Shape,
+    one_line,
+)
 from equipoise.lipschitz.rules.registry import rule_of
 from equipoise.lipschitz.values import aten_name, where
 
@@ -240,7 +242,7 @@ def _operands(node: Any, depth: int = 6) -> set[Any]:
     return nodes
 
 
-def _polynomial(node: Any, *variables: fx.Node) -> dict[tuple[int, ...], float]:
+def _polynomial(node: Any, *variables: fx.Node) -> dict[Shape, float]:
     """Coefficients by powers of the variables; empty where the node is no polynomial of them."""
     import sympy  # type: ignore[import-untyped]
 

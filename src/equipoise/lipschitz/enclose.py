@@ -1,26 +1,25 @@
 """What every node can be on a ball of inputs: a centre, a half-width per entry, an ℓ2 deviation, and a local Lipschitz bound.
 
-For every input of the ball, in exact arithmetic, the node lies within `half` (entry by entry) and within `dev` (in
-ℓ2) of `mid`. Linear
-maps give `|W|·half` and, sharper for large fan-in, `‖row‖·dev`; both are rounded outward. Entries with `half = 0`
-cannot move: their
-columns are dropped before the norm of the next layer is taken, and rows of neurons that stay off are dropped as well
-(Huang et al. 2021).
+For every input of the ball, in exact arithmetic, the node lies within `half` (entry by entry) and within `dev` (in ℓ2) of `mid`.
+Linear maps give `|W|·half` and, sharper for large fan-in, `‖row‖·dev`; both are rounded outward. What a product, an attention or
+a steep function stretches depends on the sizes of its operands: its rule is asked again, with their sizes on the ball.
 """
 
+import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, inflate
+from equipoise.core import Refused, frobenius, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.nonlinear import known, near, steep
 from equipoise.lipschitz.propagate import Propagation
-from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.rules import Call, Step, find_rule
 from equipoise.lipschitz.tangent import (
     activated,
     carried,
@@ -29,8 +28,6 @@ from equipoise.lipschitz.tangent import (
     supported,
     value,
 )
-from equipoise.lipschitz.values import exactly, first_of
-from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
@@ -68,6 +65,12 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
 
 def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], radius: float) -> Box:
     node = call.node
+    if (
+        isinstance(step.map, op.Product)
+        or (isinstance(step.map, op.Opaque) and step.map.inside)
+        or (step.curve is not None and not step.curve.everywhere)
+    ):
+        step = _local_step(call, step, run, boxes)
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())),
         default=math.inf,
@@ -85,8 +88,11 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         return log_root(terms) if step.combine == "root" else log_sum(terms)
 
     log = min(combine(b.log for b, _ in sources), short, run.facts[node].fused)
-    if not isinstance(step.linear, Diagonal):
-        log = min(log, _pruned(node, run, boxes, call.cache))
+    facts = run.facts[node]
+    if facts.form is not None and facts.base is not None:
+        # a linear run as a whole
+        whole = float(bracket(facts.form, call.cache).upper)
+        log = min(log, log_product(log_up(whole), boxes[facts.base].log))
     image = _image(call, step, sources, boxes)
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
@@ -103,12 +109,34 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         inflate(exp_up(log_product(log, log_up(radius))) + rho),
     )
     half = half.clamp_max(dev)
-    if step.curve is not None:
-        source, gain = step.gains[0]
-        log = min(
-            log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0))
-        )
     return Box(mid, half, dev, rho, log)
+
+
+def _local_step(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box]) -> Step:
+    """The answer of the node's rule to what its operands can be on the ball; the global one where it refuses."""
+
+    def lookup(node: fx.Node) -> Any:
+        box = boxes.get(node)
+        if box is None or box.mid is None or box.half is None:
+            return call.lookup(node)
+        signal, entries = run.facts[node].signal, inflate(box.mid.abs() + box.half)
+        rows = entries.reshape(-1, entries.shape[-1])
+        lengths = box.mid.reshape(rows.shape), box.half.reshape(rows.shape)
+        moved = frobenius(lengths[1], (-1,)).clamp_max(box.dev)
+        return replace(
+            signal,
+            norm=min(signal.norm, inflate(float(frobenius(box.mid.reshape(1, -1))) + box.dev)),
+            row=min(signal.row, inflate(float((frobenius(lengths[0], (-1,)) + moved).max()))),
+            peak=min(signal.peak, float(entries.max())),
+            low=max(
+                signal.low, float((box.mid - inflate(box.half + 4 * _U * box.mid.abs())).min())
+            ),
+        )
+
+    try:
+        return find_rule(call.node)(Call(call.node, lookup, call.cache))
+    except Refused:
+        return step
 
 
 #: centre, half-widths and entrywise rounding of the centre
@@ -123,27 +151,20 @@ def _image(
     if not sources or any(boxes[n].mid is None for n in read):
         return None
     mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in read}
-    box, gain = sources[0]
+    box, _ = sources[0]
     before, width = box.mid, box.half
     if before is None or width is None:
         return None
-    if isinstance(step.map, op.Normalised):
-        mid = first_of(exactly(call.node, mids, call.lookup))
-        noise = (
-            gain
-            * gamma(8 * before.shape[-1] + 64, torch.float64)
-            * float(frobenius(before.reshape(1, -1)))
-        )
-        return (
-            mid,
-            torch.full_like(mid, inflate(gain * box.dev)),
-            inflate(noise) + 2.0**-40 * (mid.abs() + 1),
-        )
-    if not isinstance(step.map, Pointwise | op.Largest | op.Sorted) and not supported(call, step):
+    halves: dict[fx.Node, Any] = {n: boxes[n].half for n in read}
+    plain = isinstance(step.map, Pointwise | op.Largest | op.Sorted) or supported(call, step)
+    if not plain and not known(call):
         return None
+    if not plain:
+        mid, half = near(call, mids, halves)
+        rounding = near(call, mids, {n: torch.zeros_like(m) for n, m in mids.items()})[1]
+        return (mid, half, rounding) if bool(torch.isfinite(half).all()) else None
 
     mid = value(call, step, mids)
-    halves: dict[fx.Node, Any] = {s.node: boxes[s.node].half for s, _ in step.gains}
     half = inflate(carried(call, step, halves) * (1 + 4 * roundoff(step)))
     rounding = local_rounding(call, step, {n: m.abs() for n, m in mids.items()}, mid, None)
     match step.map:
@@ -154,11 +175,8 @@ def _image(
             shape[rows] = -1
             half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
         case Pointwise(slopes=(low, _)) if low >= 0:
-            # covers the rounding of `before ± width`
-            outward = width + 4 * _U * (before.abs() + width)
-            above = activated(call, step.map, before + outward) - mid
-            below = mid - activated(call, step.map, before - outward)
-            half = torch.minimum(inflate(torch.maximum(above, below)), half)
+            grows = functools.partial(activated, call, step.map)
+            half = torch.minimum(half, steep(grows, (before, width))[1])
     return mid, half, rounding
 
 
@@ -175,57 +193,3 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
     least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
     return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
-
-
-def _pruned(
-    node: fx.Node,
-    run: Propagation,
-    boxes: dict[fx.Node, Box],
-    cache: Cache,
-    rows: Tensor | None = None,
-) -> float:
-    """log of ‖W[moving rows, moving columns]‖·L(base) for the linear run that ends in this node.
-
-    Args:
-        node: the end of the run.
-        run: of the network.
-        boxes: of the nodes before it.
-        cache: of operator norms.
-        rows: entries of the node that move; the others belong to neurons that stay off.
-    """
-    facts = run.facts[node]
-    if facts.form is None or facts.base is None:
-        return math.inf
-    base = boxes[facts.base]
-    alive = None if base.half is None else base.half > 0
-    return log_product(log_up(masked_norm(facts.form, alive, rows, cache)), base.log)
-
-
-def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """Upper bound of the norm of a linear form restricted to moving inputs and outputs.
-
-    A convolution loses the channels that do not move anywhere.
-
-    Args:
-        form: the operator.
-        columns: which entries of its input move (a batch of one); None: all.
-        rows: which entries of its output move.
-        cache: of operator norms.
-    """
-    if isinstance(form, Diagonal) or (isinstance(form, Convolution) and form.groups != 1):
-        return float(bracket(form, cache).upper)
-    if not isinstance(form, Matrix | Convolution):
-        return math.inf
-    weight = form.matrix if isinstance(form, Matrix) else form.weight
-    for dim, mask in ((1, columns), (0, rows)):
-        if mask is None:
-            continue
-        moving = mask.flatten()
-        if isinstance(form, Convolution):
-            moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
-        if len(moving) == weight.shape[dim] and not bool(moving.all()):
-            weight = weight.index_select(dim, moving.nonzero().flatten())
-    if weight.numel() == 0:
-        return 0.0
-    smaller = Matrix(weight, form.error) if isinstance(form, Matrix) else form.with_weight(weight)
-    return float(bracket(smaller, cache).upper)

@@ -7,10 +7,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import Refused
-from equipoise.core.precision import gamma, inflate
+from equipoise.core import (
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    gamma,
+    inflate,
+    require_one_of,
+)
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
@@ -138,7 +143,7 @@ def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:
     )
 
 
-def _positive(node: fx.Node, shape: tuple[int, ...], order: Order) -> float:
+def _positive(node: fx.Node, shape: Shape, order: Order) -> float:
     """A linear operation with non-negative weights: its row sums are its values on ones, its column sums those of the adjoint."""
     ones = torch.ones(shape, dtype=torch.float64)
     if order == "linf":

@@ -72,12 +72,8 @@ def exp_up(x: float) -> float:
     return max(math.exp(x) * (1 + _SLACK * (1 + abs(x))), 2.0**-1022) if x < 709 else math.inf
 
 
-def show_log(x: float, digits: int = 4) -> str:
-    """Print exp(x) with `digits` significant digits, rounded up, also beyond the floats.
-
-    Args:
-        x: the natural logarithm of the number.
-        digits: significant digits.
+def show_log(x: float) -> str:
+    """Print exp(x) with four significant digits, rounded up, also beyond the floats.
 
     >>> show_log(700 * math.log(10)), show_log(0.0)
     ('1.001e+700', '1.000')
@@ -88,8 +84,7 @@ def show_log(x: float, digits: int = 4) -> str:
         return "inf"
     tens = x / math.log(10)
     power = math.floor(tens)
-    scale = 10.0 ** (digits - 1)
-    mantissa = math.ceil(10 ** (tens - power) * (1 + 1e-12 * abs(x)) * scale) / scale
-    if -3 <= power < digits + 2:
-        return f"{mantissa * 10.0**power:.{max(0, digits - 1 - power)}f}"
-    return f"{mantissa:.{digits - 1}f}e{power:+03d}"
+    mantissa = math.ceil(10 ** (tens - power) * (1 + 1e-12 * abs(x)) * 1000) / 1000
+    if -3 <= power < 6:
+        return f"{mantissa * 10.0**power:.{max(0, 3 - power)}f}"
+    return f"{mantissa:.3f}e{power:+03d}"

@@ -82,11 +82,6 @@ class Average:
 
 
 @dataclass(frozen=True)
-class Own:
-    """A linear operation known by running it only; coefficients may have either sign (bicubic resampling)."""
-
-
-@dataclass(frozen=True)
 class Largest:
     """The largest entry of every window; `windows` is how many hold one entry, at most.
 
@@ -145,5 +140,20 @@ class Opaque:
     inside: bool = False
 
 
-Affine = Copy | Padded | Join | Weighted | Scaled | Sum | Average | Own
-Map = Affine | Pointwise | Largest | Sorted | Choice | Normalised | Constant | Product | Opaque
+Map = (
+    Copy
+    | Padded
+    | Join
+    | Weighted
+    | Scaled
+    | Sum
+    | Average
+    | Pointwise
+    | Largest
+    | Sorted
+    | Choice
+    | Normalised
+    | Constant
+    | Product
+    | Opaque
+)

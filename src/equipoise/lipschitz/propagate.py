@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import full_precision, inflate
+from equipoise.core import InputError, Refused, flat_tensors, full_precision, inflate
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Sum

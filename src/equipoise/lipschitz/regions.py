@@ -2,7 +2,7 @@
 
 A module class may define
 
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound      # of the map of one sample, kind «upper»
+    def lipschitz_upper(self, input_shape: Shape) -> Bound      # of the map of one sample, kind «upper»
 
 recomputed from the weights its forward really uses. The nodes of one call of such a module are then one region of the
 graph, with the smaller of this bound and the generic one. It is trusted only if nothing can have come between the
@@ -16,8 +16,6 @@ method and the map:
   names the bound as declared by that class.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core.bounds import Bound, Kind, as_upper
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import is_unmodified
-from equipoise.core.precision import frobenius, inflate
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    as_upper,
+    frobenius,
+    inflate,
+    is_unmodified,
+)
 from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
@@ -108,7 +112,7 @@ def _region(
     method, name = bound.method or "own bound", path or kind
     limit, inner = as_upper(bound), frozenset(inside)
     region = Region(source, output, limit, name, kind, method, inner, declared=declared)
-    token_upper: Any = getattr(module, "token_upper", None)
+    token_upper = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
     return replace(region, by_row=as_upper(token_upper(tuple(x.shape[1:]))))

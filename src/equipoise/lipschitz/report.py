@@ -2,14 +2,14 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.precision import inflate, row_lengths
+from equipoise.core import format_down, format_up, inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
@@ -160,11 +160,15 @@ def _cells(row: Row, shares: bool) -> tuple[str, ...]:
     )
 
 
-def pair_constants(run: Propagation) -> Tensor | None:
+def pair_constants(run: Propagation, logs: Mapping[fx.Node, float] | None = None) -> Tensor | None:
     """`L'·‖w_i − w_j‖`, rounded up, float64 (classes, classes): upper bounds of the constants of `f_i − f_j`.
 
     w are the rows of the linear run at the end of the network, in which neighbouring linear maps are composed, and L' is
     the proved bound of what comes before it. None where the network has several outputs or ends in another operation.
+
+    Args:
+        run: of the network.
+        logs: logarithms of bounds of its nodes on a ball; by default those of the run.
 
     Reference: Tsuzuku, Sato, Sugiyama (2018), section 4.1.
     """
@@ -172,7 +176,8 @@ def pair_constants(run: Propagation) -> Tensor | None:
     if last is None:
         return None
     weight, base, error = last
-    trunk = exp_up(log_product(run.facts[base].fused, log_up(1.0)))
+    log = run.facts[base].fused if logs is None else logs[base]
+    trunk = exp_up(log_product(log, log_up(1.0)))
     apart = torch.stack([row_lengths(weight - row) for row in weight])
     rounding = 2.0**-52 * row_lengths(weight).max()
     return inflate((apart + rounding + 2 * error) * trunk)

@@ -6,9 +6,10 @@ forward pass in some dtype with unit roundoff u computes. If its inputs are with
     |v̂ − v| ≤ |W|·slip + γ_m·(|W|·|v̂_in| + |b|)       for a layer that sums m products, in any order, fused or not,
     |v̂ − v| ≤ gain·slip + 32u·(|φ| + |v̂_in|)           for an activation that rounds,
 
-entry by entry, and `‖v̂ − v‖₂ ≤ ‖W‖·‖slip‖₂ + ‖rounding‖₂` beside it: the smaller of both is kept, and blocks that bound
-themselves (residual layers of 1-Lipschitz networks) carry the error they are given by their own constant. Magnitudes are those
-of the given input, from a float64 pass, plus `L·r` for every input within r of it, L being the proved constant up to that node.
+entry by entry (products, softmax and normalisations: see `nonlinear`), and `‖v̂ − v‖₂ ≤ ‖W‖·‖slip‖₂ + ‖rounding‖₂` beside it:
+the smaller of both is kept, and blocks that bound themselves (residual layers of 1-Lipschitz networks) carry the error they are
+given by their own constant. Magnitudes are those of the given input, from a float64 pass, plus `L·r` for every input within r
+of it, L being the proved constant up to that node.
 
 Model of arithmetic: IEEE operations in the dtype of each node, sums of products in any order. Not meant by it: TF32 and other
 reduced products, Winograd or FFT convolutions, elementary functions that are off by more than 32 units in the last place.
@@ -16,6 +17,7 @@ reduced products, Winograd or FFT convolutions, elementary functions that are of
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -24,17 +26,17 @@ from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
-from equipoise.lipschitz.capture import Program, as_batch, capture
+from equipoise.lipschitz.capture import Program, as_batch, as_function, capture, mapped
 from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.nonlinear import known, near
 from equipoise.lipschitz.operations import Largest, Scaled, Sorted, Sum
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import carried, local_rounding, supported, value
 from equipoise.lipschitz.values import where
-from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.spectral import Cache, bracket
+from equipoise.norms.spectral import Cache
 
 #: samples evaluated together
 _CHUNK = 16
@@ -83,21 +85,6 @@ def forward_error(
         return Rounding(propagate(program, None, rtol, cache), cache)(x, radius)
 
 
-def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> Region | None:
-    """The linear run that ends in this node, if it is more than the node itself: its norm is below the product of norms."""
-    facts = run.facts[node]
-    if (
-        not isinstance(facts.form, Matrix | Convolution)
-        or facts.base is None
-        or facts.base in node.all_input_nodes
-    ):
-        return None
-    if any(user in run.facts and run.facts[user].base is facts.base for user in node.users):
-        return None  # it goes on
-    bound = float(bracket(facts.form, cache).upper)
-    return Region(facts.base, node, bound, node.name, "linear run", "fused", whole=False)
-
-
 @dataclass(frozen=True)
 class _Slip:
     """Entry by entry and in ℓ2."""
@@ -116,33 +103,36 @@ Fresh = dict[Region, _Slip]
 
 
 class Rounding:
-    """The rounding of one captured network; what has no rule is refused.
+    """The rounding of one captured network, of all operations that are not `unknown`.
 
     Args:
-        run: propagated without a ball, so that its constants hold everywhere.
+        run: of a network with one input; its constants hold everywhere, if a pass in its own dtype is asked about.
         cache: of operator norms.
     """
 
     def __init__(self, run: Propagation, cache: Cache) -> None:
-        program = run.program
-        if len(program.inputs) != 1 or len(program.outputs) != 1:
-            raise Refused("rounding is bounded for networks with one input and one output")
         self.run = run
-        self.calls = {node: run.call(node, cache) for node in program.nodes}
+        self.calls = {node: run.call(node, cache) for node in run.program.nodes}
         self.reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
+        # what only `nonlinear` evaluates, in float64 alone
+        self.nonlinear = [
+            n for n, call in self.calls.items() if not _is_bounded(call, run.steps[n])
+        ]
         # blocks by the node in which they end, each with the nodes inside
         self.blocks: dict[fx.Node, dict[Region, list[fx.Node]]] = {}
-        for node, call in self.calls.items():
-            if not _is_bounded(call, run.steps[node]):
-                raise Refused(
-                    f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
-                )
-            for block in (*run.regions.get(node, ()), _linear_run(run, node, cache)):
-                inner = None if block is None else _between(block, program)
-                if block is not None and inner is not None:
+        for node in self.calls:
+            for block in run.regions.get(node, ()):
+                inner = _between(block, run.program)
+                if inner is not None:
                     self.blocks.setdefault(node, {})[block] = inner
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         self.dtype = torch.float32 if torch.float32 in kinds else torch.float64
+
+    @functools.cached_property
+    def unknown(self) -> str:
+        """The first operation whose rounding is not bounded even in float64; empty where there is none."""
+        nodes = (n for n in self.nonlinear if not known(self.calls[n]))
+        return next(map(_unbounded, nodes), "")
 
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""
@@ -159,6 +149,8 @@ class Rounding:
             raise Refused(
                 f"the network computes in {self.dtype}, not in {dtype}: convert it first, e.g. model.float()"
             )
+        if self.nonlinear:
+            raise Refused(_unbounded(self.nonlinear[0]))
         native = self.run.program.native.values()
         if any(isinstance(c, Tensor) and c.is_floating_point() for c in native):
             raise Refused(
@@ -166,7 +158,13 @@ class Rounding:
             )
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first two tensors of `Evaluation` alone: values in float64, and how far the real ones may be from them."""
+        """The first two tensors of `Evaluation` alone: values in float64, and how far the real ones may be from them.
+
+        That is infinite where an operation is `unknown`.
+        """
+        if self.unknown:
+            values = as_function(self.run.program)(x.double())
+            return values, torch.full_like(values, math.inf)
         return self._batch(x, torch.zeros(len(x), dtype=torch.float64), None)
 
     def deployed(self, x: Tensor, radius: Tensor) -> Tensor:
@@ -181,15 +179,13 @@ class Rounding:
     def _batch(self, x: Tensor, near: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         parts = []
         for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
-            parts.append(torch.func.vmap(lambda s, r: self.walk(s, r, dtype))(some, r))
-        values, slip = (
-            torch.cat([t.reshape(len(t) if t.dim() else 1, -1) for t in p])
-            for p in zip(*parts, strict=True)
-        )
+            with torch.no_grad(), full_precision():
+                parts.append(mapped(lambda s, r: self.walk(s, r, dtype), some, r))
+        values, slip = torch.cat(parts).unbind(1)
         return values, torch.where(slip.isnan(), math.inf, slip)
 
-    def walk(self, x: Tensor, r: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """The output at one sample (without its batch dimension) in float64, and how far a pass in `dtype` may be off.
+    def walk(self, x: Tensor, r: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The outputs at one sample (without its batch dimension) in float64, and how far a pass in `dtype` may be off.
 
         None: that float64 pass itself, whose activations are the real functions up to rounding.
 
@@ -205,14 +201,19 @@ class Rounding:
         fresh: Fresh = {}
         for node in self.run.program.nodes:
             call, step = self.calls[node], self.run.steps[node]
-            # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
-            sizes = {
-                s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r)
-                for s, _ in step.gains
-            }
-            values[node] = value(call, step, values)
-            local[node] = local_rounding(call, step, sizes, values[node], dtype)
-            slips[node] = self._advance(node, slips, local, fresh)
+            if node in self.nonlinear:
+                values[node], _ = near(call, values, {n: t.entry for n, t in slips.items()})
+            else:
+                # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
+                moved = {
+                    s.node: 0.0 if dtype is None else self.reach[s.node] * r for s, _ in step.gains
+                }
+                sizes = {
+                    n: values[n].abs() + (2 * slips[n].entry + reach) for n, reach in moved.items()
+                }
+                values[node] = value(call, step, values)
+                local[node] = local_rounding(call, step, sizes, values[node], dtype)
+            slips[node] = self._advance(node, values, slips, local, fresh)
             for block, inner in self.blocks.get(node, {}).items():
                 # what the block adds of its own, given inputs that are off by nothing
                 zero = slips[block.source]
@@ -220,29 +221,36 @@ class Rounding:
                     block.source: _Slip(torch.zeros_like(zero.entry), torch.zeros_like(zero.norm))
                 }
                 for part in inner:
-                    own[part] = self._advance(part, own, local, fresh)
+                    own[part] = self._advance(part, values, own, local, fresh)
                 fresh[block] = own[node]
                 slips[node] = _through(block, slips, fresh, slips[node])
-        out = self.run.program.outputs[0]
-        return values[out], slips[out].entry
+        outputs = [
+            torch.stack([values[o].flatten(), slips[o].entry.flatten()])
+            for o in self.run.program.outputs
+        ]
+        return torch.cat(outputs, 1)
 
     def _advance(
         self,
         node: fx.Node,
+        values: dict[fx.Node, Tensor],
         slips: Slips,
         local: dict[fx.Node, Tensor],
         fresh: Fresh,
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
-        entry = (
-            carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
-        )
-        parts = [gain * slips[s.node].norm for s, gain in step.gains]
-        norm = torch.stack(parts)
-        norm = torch.linalg.vector_norm(norm) if step.combine == "root" else norm.sum()
-        norm = _grown(norm + _length(local[node]))
-        slip = _Slip(_grown(entry), norm)
-        slip = slip.least(slip.entry, _length(slip.entry))
+        entries = {n: slip.entry for n, slip in slips.items()}
+        if node in self.nonlinear:
+            entry = near(call, values, entries)[1]
+            slip = _Slip(entry, _length(entry))
+        else:
+            entry = _grown(
+                carried(call, step, {s.node: entries[s.node] for s, _ in step.gains}) + local[node]
+            )
+            norm = torch.stack([gain * slips[s.node].norm for s, gain in step.gains])
+            norm = torch.linalg.vector_norm(norm) if step.combine == "root" else norm.sum()
+            slip = _Slip(entry, _grown(norm + _length(local[node])))
+            slip = slip.least(entry, _length(entry))
         for block in self.blocks.get(node, ()):
             if block in fresh and block.source in slips:
                 slip = _through(block, slips, fresh, slip)
@@ -265,6 +273,10 @@ def _between(region: Region, program: Program) -> list[fx.Node] | None:
     if not between.isdisjoint({*program.inputs} - {region.source}):
         return None
     return [n for n in program.nodes if n in between and n is not region.source]
+
+
+def _unbounded(node: fx.Node) -> str:
+    return f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
 
 
 def _is_bounded(call: Call, step: Step) -> bool:

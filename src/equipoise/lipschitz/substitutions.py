@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
-from equipoise.core.modules import hooked
+from equipoise.core import Refused, hooked
 from equipoise.lipschitz.local import Radii, certified_radius
 from equipoise.smoothing.tokens import substitutions_within
 
@@ -47,7 +46,5 @@ def proved_substitutions(
     table = first.weight.detach()
     # row numbers that the table does not have are refused before they are looked up
     substitutions_within(torch.zeros(len(tokens)), tokens, table)
-    radii = certified_radius(
-        nn.Sequential(*parts[1:]), table[tokens.long()], labels, norm="l2", **options
-    )
+    radii = certified_radius(nn.Sequential(*parts[1:]), table[tokens.long()], labels, **options)
     return substitutions_within(radii.radius, tokens, table), radii

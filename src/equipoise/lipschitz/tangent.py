@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import gamma, inflate, unit_roundoff
+from equipoise.core import gamma, inflate, unit_roundoff
 from equipoise.lipschitz.operations import (
     Average,
     Copy,
@@ -65,7 +65,7 @@ def apply(
         offset: whether its constant part is added.
         magnitude: with the absolute values of all coefficients.
     """
-    coefficient: Any = abs if magnitude else _same
+    coefficient = abs if magnitude else _same
     x = values[step.gains[0][0].node]
     match step.map:
         case Copy(same=True):

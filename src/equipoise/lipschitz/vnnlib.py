@@ -31,9 +31,10 @@ from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
 from equipoise.lipschitz.local.graph import Network
-from equipoise.lipschitz.local.measure import LocalBound, evaluate
+from equipoise.lipschitz.local.measure import LocalBound
 from equipoise.lipschitz.local.slopes import relaxed_bounds, tight_bounds, usual_slopes
 from equipoise.lipschitz.propagate import propagate
+from equipoise.lipschitz.rounding import Rounding
 from equipoise.norms.spectral import Cache
 
 #: bytes of a file, alternatives of a property, nested parentheses
@@ -198,12 +199,11 @@ def verify_property(
                 f"the property has {sizes[0]} inputs and {sizes[1]} outputs, the network others"
             )
         function, shape = as_function(run.program), example.shape[1:]
+        rounding = Rounding(run, cache)
         attack = functools.partial(
             Attack,
             function=lambda points: function(points.reshape(-1, *shape)),
-            evaluate=lambda points: evaluate(
-                run, cache, engine.rounding, points.reshape(-1, *shape)
-            ),
+            evaluate=lambda points: rounding.evaluate(points.reshape(-1, *shape)),
         )
         unproved = False
         for box in boxes:

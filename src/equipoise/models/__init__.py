@@ -16,9 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
-from equipoise.core.accuracy import percent
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.errors import InputError, did_you_mean
+from equipoise.core import (
+    InputError,
+    Shape,
+    did_you_mean,
+    format_down,
+    format_up,
+    percent,
+)
 from equipoise.core.files import atomic_write, read_bounded, read_json, sealed, unsealed
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import with_effective_weights
@@ -39,7 +44,7 @@ class Trained:
 
     name: str
     model: nn.Module = field(repr=False)
-    input_shape: tuple[int, ...] | None
+    input_shape: Shape | None
     certificate: Mapping[str, Any] = field(repr=False)
     card: str = field(repr=False)
 
@@ -97,7 +102,7 @@ def load(name: str | Path) -> Trained:
         )
     model, shape = load_checkpoint(folder)
     where = folder / CERTIFICATE
-    certificate: Any = {}
+    certificate = {}
     if where.is_file():
         certificate = unsealed(read_json(where), str(where), needed=True)
         if certificate.get("network") != read_json(folder / "config.json").get("digest", ""):

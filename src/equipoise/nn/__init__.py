@@ -4,7 +4,7 @@ Layers are named `<Family><Plain layer>`, e.g. `SRConv2d`: a plain layer whose w
 layers: `utils.parametrizations`. Losses are in `losses`, networks in `models`.
 """
 
-from equipoise.core.modules import by_construction
+from equipoise.core import by_construction
 from equipoise.nn import losses, models, utils
 from equipoise.nn.activations import BetaAbs, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import ConvexAttention, L2Attention

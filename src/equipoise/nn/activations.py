@@ -7,11 +7,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_counts, require_number, require_one_of
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import deflate, inflate
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    Shape,
+    by_construction,
+    deflate,
+    inflate,
+    require_counts,
+    require_number,
+    require_one_of,
+)
 from equipoise.maps.pointwise import read_activation
 
 
@@ -80,7 +88,7 @@ class BetaAbs(Described):
         return torch.cat([folded.abs(), rest], self.dim)
 
     @by_construction(1.0)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """1: every entry keeps its place and its size."""
         return Bound(1.0, Kind.UPPER, "entries keep their size")
 
@@ -169,7 +177,7 @@ class HouseholderActivation(Described):
         return torch.cat([a - t * s, b - t * c], self.dim)
 
     @by_construction(1.0)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """`max(1, 2‖v‖² − 1)` with v as it was rounded: 1 up to a few units in the last place."""
         half = self.theta.detach() / 2
         square = half.sin().double().square() + half.cos().double().square()

@@ -68,11 +68,15 @@ from scipy.special import lambertw
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number
-from equipoise.core.errors import InputError
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Shape,
+    by_construction,
+    inflate,
+    require_number,
+)
 from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Tensors
 from equipoise.nn.residual import CPL, upper_near_one
@@ -174,7 +178,7 @@ class L2Attention(Described):
         return self.output(mixed) / self.scale
 
     @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """`‖W_O‖·L_N·‖W‖/scale` for sequences of this length."""
         tokens = input_shape[0]
         norms = float(spectral_norm(self.query).upper) * float(spectral_norm(self.output).upper)
@@ -184,7 +188,7 @@ class L2Attention(Described):
             "L2 attention",
         )
 
-    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def token_upper(self, input_shape: Shape) -> Bound:
         """`‖W_O‖·(1 + 4ω)·√heads·‖W‖/scale`, in `max over tokens of ℓ2`."""
         tokens = input_shape[0]
         grown = (1 + 4 * _product_root(tokens - 1, 1.0)) * math.sqrt(self.heads) * (1 + 1e-12)
@@ -276,7 +280,7 @@ class ConvexAttention(CPL):
         y = x - functional.linear(force.transpose(-2, -3).flatten(-2), U.mT)
         return y * math.sqrt(0.5) if self.window else y
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`.
 
         Args:
@@ -289,12 +293,12 @@ class ConvexAttention(CPL):
         norm = upper_near_one(self.inner(U), None)
         total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
         t = inflate(total * norm**2)
-        value = math.sqrt(1 + t) if t <= 1 and bool((weights >= 0).all()) else 1 + 2 * t
+        value = math.sqrt(1 + t) if t <= 1 and (weights >= 0).all() else 1 + 2 * t
         # √½ in the dtype of the weights is off by a unit roundoff
         value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
         return Bound(inflate(value), Kind.UPPER, "causal convex attention")
 
-    def token_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def token_upper(self, input_shape: Shape) -> Bound:
         """The bound of the module's text in `max over tokens of ℓ2`."""
         value = self.lipschitz_upper(input_shape).value
         if self.window:

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
 
-from equipoise.core.checks import require_module, require_one_of
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating, hooked, is_unmodified
+from equipoise.core import (
+    InputError,
+    Refused,
+    evaluating,
+    hooked,
+    is_unmodified,
+    require_module,
+    require_one_of,
+)
 from equipoise.maps.reading import module_kind
 from equipoise.nn import rescaling
 from equipoise.nn.activations import Contracted, steepness

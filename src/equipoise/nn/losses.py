@@ -13,8 +13,6 @@ lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1
 distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise.core.accuracy import certified_at
-from equipoise.core.checks import require_number, require_one_of, require_positive
-from equipoise.core.errors import InputError
-from equipoise.core.precision import safe_root
+from equipoise.core import (
+    InputError,
+    certified_at,
+    require_number,
+    require_one_of,
+    require_positive,
+    safe_root,
+)
 from equipoise.smoothing.margins import margin_radius
 
 Reduction = Literal["mean", "sum", "none"]
@@ -420,7 +422,7 @@ def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
 def _lengths(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
     largest = x.detach().abs().amax(-1, keepdim=True)
-    unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    unit = x / torch.where(largest > 0, largest, 1.0)
     return largest[..., 0] * safe_root(unit.square().sum(-1))
 
 

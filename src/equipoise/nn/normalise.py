@@ -5,10 +5,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import POSITIVE, require_counts, require_number
-from equipoise.core.errors import InputError
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate, unit_roundoff
+from equipoise.core import (
+    POSITIVE,
+    InputError,
+    by_construction,
+    inflate,
+    require_counts,
+    require_number,
+    unit_roundoff,
+)
 from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Parametrization, Parametrized
 
@@ -129,10 +134,10 @@ class UnitRows(Parametrization):
         wide = raw.double()
         largest = wide.detach().abs().amax(1, keepdim=True)
         # squares neither overflow nor vanish
-        w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)
+        w = wide / torch.where(largest == 0, 1.0, largest)
         squares = w.square().sum(1, keepdim=True)
         margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
-        length = torch.where(squares == 0, torch.ones_like(squares), squares).sqrt()
+        length = torch.where(squares == 0, 1.0, squares).sqrt()
         return (w / length * (1 - margin)).to(raw.dtype)
 
 

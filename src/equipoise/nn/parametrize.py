@@ -4,8 +4,6 @@ A `Parametrization` maps a raw tensor to a weight such that the layer with that 
 `register` puts it on an existing layer; subclasses of `Parametrized` are layers that register their own when they are built.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -19,10 +17,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused, did_you_mean
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import full_precision
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    Shape,
+    by_construction,
+    did_you_mean,
+    full_precision,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import CONVOLUTIONS, geometry_of
 
@@ -297,7 +301,7 @@ class ComputedLayer(Computed):
         """The layer with these effective tensors."""
         raise NotImplementedError
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """Upper bound of the constant of `evaluate` with these effective tensors.
 
         Args:
@@ -306,7 +310,7 @@ class ComputedLayer(Computed):
         """
         raise NotImplementedError
 
-    def key(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    def key(self, shape: Shape) -> tuple[Any, ...]:
         """The arguments of `compute` for an input of this shape."""
         return ()
 
@@ -339,7 +343,7 @@ class ComputedLayer(Computed):
         return 1.0 if self.stored is None and _ours(self) else None
 
     @by_construction(constant)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """Bound of the layer on inputs of this shape, from the effective tensors."""
         with torch.no_grad():
             return self.bound(self.effective(*self.key(input_shape)), input_shape)
@@ -578,7 +582,7 @@ class Parametrized(nn.Module):
         register(layer, cls.parametrization, **options)
         return layer
 
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+    def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
         if proved_constant(self) != 1 or not torch.isfinite(cast(Any, self).weight).all():
             raise Refused(
@@ -594,7 +598,7 @@ class Parametrized(nn.Module):
 
 def _restored(kind: type[nn.Module], parametrized: bool) -> Any:
     """An empty layer of a class, with or without the property for its weight."""
-    made: Any = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
+    made = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
     return made.__new__(made)
 
 

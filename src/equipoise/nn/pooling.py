@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import deflate, inflate
+from equipoise.core import InputError, Refused, by_construction, deflate, inflate
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described
 

@@ -10,8 +10,6 @@ and in the parameters' dtype, with one complex product per frequency and squarin
 that of Z is `ΓZ + ZΓ`; that of E is `2EΓ̄` for `Z = E*E`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import Refused, full_precision
 
 Reach = tuple[int, ...]
 #: T, its exponent, the table A, and what went into every step
@@ -240,7 +237,7 @@ def largest_exponent(x: Tensor, batch: int) -> Tensor:
     largest = (
         x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
     )
-    return torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
+    return torch.where(largest > 0, largest, 1.0).log2().ceil()
 
 
 def _tamed(G: Tensor, log2: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,16 +15,18 @@ the parameters' dtype of unit roundoff u, moves the norm by at most `u·√(taps
 References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling); Miyato et al. 2018 (spectral normalisation).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_number, require_one_of
-from equipoise.core.precision import unit_roundoff
+from equipoise.core import (
+    Shape,
+    require_number,
+    require_one_of,
+    unit_roundoff,
+)
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
 from equipoise.nn.powers import largest_exponent, powers, refuse_large, totals
@@ -73,8 +75,8 @@ def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tens
     total, log2 = totals(K, exponent, t)
     weighted, majorant = _majorant(K, t, total, log_q)
     present = weighted > 0
-    safe = torch.where(present, majorant, torch.ones_like(majorant))
-    R = torch.where(present, torch.exp2(-(safe.log2() + log2) * 2.0**-t), torch.zeros_like(safe))
+    safe = torch.where(present, majorant, 1.0)
+    R = torch.where(present, torch.exp2(-(safe.log2() + log2) * 2.0**-t), 0.0)
     factors = (R * torch.exp2(-exponent.reshape(-1, 1))).clamp(max=torch.finfo(K.dtype).max)
 
     # the power of two in two parts, one to K (exactly) and one to R: 2^-exponent alone may overflow
@@ -115,7 +117,7 @@ class _Rescaled(torch.autograd.Function):
         weighted, majorant = _majorant(K, t, table.T, log_q)
         R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
         if not (weighted > 0).all():
-            R = torch.where(weighted > 0, R, torch.zeros_like(R))
+            R = torch.where(weighted > 0, R, 0.0)
         factor = (R * _factor(K)).to(K.dtype).reshape(_across(K))
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
         ctx.table = table
@@ -138,7 +140,7 @@ class _Rescaled(torch.autograd.Function):
         if g is not None:
             own = g * factor
             total = total + (g * K).sum([d for d in range(K.dim()) if d not in (0, 2)]) * _factor(K)
-        c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
+        c = torch.where(R > 0, total * R / majorant, 0.0) * -(2.0**-ctx.t)
         q = None
         inside = None
         if log_q is None:
@@ -156,7 +158,7 @@ class _Rescaled(torch.autograd.Function):
         return g_K, (along * inside).to(log_q.dtype), None
 
 
-def _across(K: Tensor) -> tuple[int, ...]:
+def _across(K: Tensor) -> Shape:
     """The shape of R (g, n) beside kernels `(g, m, n, …)`."""
     return (K.shape[0], 1, -1, *[1] * (K.dim() - 3))
 
@@ -172,11 +174,9 @@ def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Ten
         delta: relative error of the bound.
     """
     present = bound != 0  # the norm of a NaN weight is NaN, and stays so
-    safe = torch.where(present, bound, torch.ones_like(bound)) * (1 + delta)
-    weight = torch.where(present, K.to(bound.dtype) / safe, torch.zeros_like(K, dtype=bound.dtype))
-    factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(
-        max=torch.finfo(K.dtype).max
-    )
+    safe = torch.where(present, bound, 1.0) * (1 + delta)
+    weight = torch.where(present, K.to(bound.dtype) / safe, 0.0)
+    factor = torch.where(present, 1 / safe, 0.0).clamp(max=torch.finfo(K.dtype).max)
     return (weight * _shrunk(K)).to(K), factor.to(K)
 
 

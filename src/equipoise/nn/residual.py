@@ -9,18 +9,20 @@ of act: for slopes in [0, 1] and ‖U‖ ≤ 1 its eigenvalues lie in [1 − 2�
 References: Meunier et al. 2022 (CPL); Araujo et al. 2023, theorem 1 (SLL); Delattre et al. 2024 (SLL with spectral rescaling).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import Refused
-from equipoise.core.precision import inflate
+from equipoise.core import (
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    inflate,
+    require_one_of,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, plain_geometry
@@ -122,7 +124,7 @@ class Residual(ComputedLayer):
         if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, R * offset if len(offset) else offset, empty
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
-        return inner, offset, torch.where(R > 0, R, torch.ones_like(R)).clamp(2.0**-60, 2.0**60)
+        return inner, offset, torch.where(R > 0, R, 1.0).clamp(2.0**-60, 2.0**60)
 
     def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The block on `x`."""
@@ -152,7 +154,7 @@ class Residual(ComputedLayer):
             padding = 0
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input.
 
         Args:
@@ -207,7 +209,7 @@ def _require_same_size(kernel: Geometry) -> None:
         )
 
 
-def upper_near_one(plain: nn.Module, input_size: tuple[int, ...] | None) -> float:
+def upper_near_one(plain: nn.Module, input_size: Shape | None) -> float:
     """Upper bound of the norm, refined until it is at most 1, or within 1e-6 of the norm.
 
     Args:

@@ -7,10 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_module, require_number, require_positive
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction, constructed, hooked
-from equipoise.core.precision import deflate, inflate
+from equipoise.core import (
+    InputError,
+    Refused,
+    by_construction,
+    constructed,
+    deflate,
+    hooked,
+    inflate,
+    require_module,
+    require_number,
+    require_positive,
+)
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described, steepness
 from equipoise.nn.parametrize import PLAIN, proved_constant, sole_parametrization

@@ -42,8 +42,7 @@ Result = tuple[float, float, Tensor]
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
 LARGE = 160
-#: columns of one block of a complex factorisation, half of those of a real one: MKL factorises small matrices well, and large
-#: ones slowly on other processors
+#: columns of one block of a factorisation: MKL factorises small matrices well, and large ones slowly on other processors
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
@@ -214,13 +213,12 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
     completion, L is not meaningful either.
     """
     n = M.shape[-1]
-    block = BLOCK if M.is_complex() else 2 * BLOCK
-    if n <= block + block // 2:
+    if n <= BLOCK + BLOCK // 2:
         L, info = torch.linalg.cholesky_ex(M)
         return L, info == 0
     completed = torch.ones(len(M), dtype=torch.bool)
-    for first in range(0, n, block):
-        last = min(n, first + block)
+    for first in range(0, n, BLOCK):
+        last = min(n, first + BLOCK)
         if first:
             M[:, first:, first:last] -= M[:, first:, :first] @ M[:, first:last, :first].mH
         corner, info = torch.linalg.cholesky_ex(M[:, first:last, first:last])
@@ -324,23 +322,12 @@ def lanczos(
 # --- brackets of matrices ---------------------------------------------------------------------------------------------------
 
 
-def cholesky_bracket(
-    W: Tensor,
-    rtol: float,
-    start: Tensor | None = None,
-    enough: float = 0.0,
-    single: Tensor | None = None,
-) -> Result:
+def cholesky_bracket(W: Tensor, rtol: float) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
-    Real matrices that are large or have a start are tried in float32 first.
-
     Args:
-        W: one matrix, real or complex.
+        W: one matrix, real or complex; large real ones are tried in float32 first.
         rtol: relative gap to reach.
-        start: a guess of the top vector of the smaller side.
-        enough: an upper end that suffices; given with a start, it is tried first.
-        single: `syrk(W, float32)`, if it is there already.
 
     Returns:
         Both ends, and a vector near the top of the smaller side.
@@ -348,17 +335,15 @@ def cholesky_bracket(
     A, e = rescaled(small_side(W.cpu()))
     if not bool(A.sum()) and not bool(A.any()):  # a sum is the faster of the two
         return 0.0, 0.0, A.new_ones(A.shape[1])
-    limit = ldexp_down(enough, -e)
-    with single_thread(A.numel() * A.shape[1]):
+    n, work = A.shape[1], A.numel() * A.shape[1]
+    with single_thread(work):
         result = None
-        n = A.shape[1]
-        large = A.numel() * n >= SINGLE_FROM and n < SINGLE_UP_TO and rtol >= 1e-5
-        if (large or start is not None) and not A.is_complex():
-            G = syrk(A, torch.float32) if single is None or e else single
-            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+        if work >= SINGLE_FROM and n < SINGLE_UP_TO and rtol >= 1e-5 and not A.is_complex():
+            G = syrk(A, torch.float32)
+            result = _split_bracket(A, G, *syrk_error(A, G), rtol, random_start(n, G))
         if result is None:
             G = syrk(A)
-            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol)
         assert result is not None
         lower, upper, v = result
     return ldexp_down(lower, e), ldexp_up(upper, e), v
@@ -400,7 +385,7 @@ def bracket_of_gram(
     )
 
     def rayleigh(v: Tensor) -> float:
-        if A is not None and G.dtype is torch.float32:
+        if A is not None:
             return float(rayleigh_lower(A, v))
         w = wide(v) / torch.linalg.vector_norm(wide(v))
         rounding = 4 * gamma(8 * n + 32, torch.float64) * size
@@ -419,7 +404,7 @@ def bracket_of_gram(
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
-    if A is not None and G.dtype is torch.float32:
+    if A is not None:
         return _split_bracket(A, G, error, size, rtol, v)
     loss = n * cholesky_gamma(n, torch.float64)  # of a proof in float64, at worst
     slack = 0.9 * max(rtol, 5 * loss)
@@ -487,7 +472,7 @@ def _split_bracket(
     if is_below(rest, beta, inflate(error + rounding)) and is_below(
         S, deflate(tau * (1 - defect)), inflate(lost)
     ):
-        return math.sqrt(square) * (1 - 1e-15), inflate(math.sqrt(tau)), single[0]
+        return deflate(math.sqrt(square)), inflate(math.sqrt(tau)), single[0]
     return None
 
 

@@ -21,11 +21,13 @@ import math
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
+from equipoise.core.precision import deflate, gamma, inflate
 from equipoise.norms.cholesky import is_below, random_start
 
 #: most directions that are followed: more of them let the rest grow for longer, and cost more in every step
 DIRECTIONS = 8
+#: the rest is proved that much above its estimated square, and only where that is less than this share of the largest
+MARGIN, USEFUL = 1.1, 0.9
 
 
 def first_directions(A: Tensor) -> Tensor:
@@ -44,36 +46,44 @@ def _orthonormal(Q: Tensor) -> Tensor:
     return torch.linalg.qr(Q.mT)[0].mT.contiguous()
 
 
-def prove_rest(G: Tensor, error: float, Q: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """Inequality (1): `(Q, T, ρ)` with improved directions Q; None where no few directions are larger than the others.
+def improved(G: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+    """`(Q, values)`: directions after some steps of subspace iteration, with their Ritz values, the smallest first.
 
     Args:
         G: Gram matrix of S in float32 on the CPU.
-        error: norm of what G may be off by.
         Q: directions to start from, as rows `(k, n)`.
     """
-    if len(G) < 4 * DIRECTIONS or not math.isfinite(error):
-        return None
     Q = Q.to(G)
     for _ in range(4):
         Q = _orthonormal(Q @ G)
     values, X = torch.linalg.eigh(((Q @ G) @ Q.mT).double())
+    return X.mT.to(Q) @ Q, values
+
+
+def prove_rest(
+    G: Tensor, error: float, size: float, Q: Tensor, values: Tensor
+) -> tuple[Tensor, float] | None:
+    """Inequality (1): `(T, ρ)`; None where no few directions are larger than the others.
+
+    Args:
+        G: Gram matrix of S in float32 on the CPU.
+        error: norm of what G may be off by.
+        size: at least `‖S‖_F²`, hence `‖G‖_F`.
+        Q: improved directions, as rows `(k, n)`.
+        values: their Ritz values.
+    """
     top = float(values[-1])
-    Q = X.mT.to(Q) @ Q
-    # the last direction tells the size of the rest, from below; less than a quarter of the norm would gain nothing
-    for margin in (1.05, 1.3):
-        rho = max(margin * float(values[0]), top / 16)
-        if not 0 < rho < 0.95 * top:
-            return None
-        T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
-        H = torch.addmm(G, T.mT, T, alpha=-1)
-        size = float(torch.linalg.matrix_norm(T.double())) ** 2
-        # every entry is a sum of products that is subtracted from one of G
-        rounding = gamma(len(T) + 4, H.dtype) * size + 2 * unit_roundoff(H.dtype) * (
-            float(torch.linalg.matrix_norm(G.double())) + size
-        )
-        if is_below(H, rho, inflate(error + inflate(2 * rounding))):
-            return Q, T.double(), math.sqrt(inflate(rho))
+    # the last direction tells the size of the rest, from below
+    rho = max(MARGIN * float(values[0]), top / 16)
+    if len(G) < 4 * DIRECTIONS or not 0 < rho < USEFUL * top:
+        return None
+    T = (1.05 * values - rho).clamp_min(0).sqrt().to(Q)[:, None] * Q
+    H = torch.addmm(G, T.mT, T, alpha=-1)
+    taken = float(torch.linalg.matrix_norm(T.double())) ** 2
+    # every entry is a sum of products that is subtracted from one of G
+    rounding = gamma(len(T) + 8, H.dtype) * (size + error + taken)
+    if is_below(H, rho, inflate(error + inflate(2 * rounding))):
+        return T.double(), math.sqrt(inflate(rho))
     return None
 
 
@@ -84,7 +94,6 @@ def deflated_bracket(
     T: Tensor,
     rest: float,
     change: tuple[Tensor, float] | None = None,
-    enough: float = 0.0,
 ) -> tuple[float, float, Tensor]:
     """`(lower, upper, Q')` of ‖A‖ by (2), with `Q'` the directions after a step of subspace iteration.
 
@@ -95,7 +104,6 @@ def deflated_bracket(
         T: `κT` in float64, as rows.
         rest: κρ.
         change: `D = W − κS` as computed, off by a rounding or two of W, and at least `‖W − κS‖_F`; None: W is S.
-        enough: an upper end that suffices.
     """
     k = len(Q)
     images = Q @ A.mT
@@ -131,17 +139,13 @@ def deflated_bracket(
     cross = inflate((c * (1 + slack) + second) / math.sqrt(1 - spread))
     lower = max(0.0, deflate((math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + spread)))
     b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
-    Q_next = _orthonormal(back).to(Q)
-    if change is None:
-        return lower, _largest(a, b, cross), Q_next
-    D, drift = change
-    upper = _largest(a, inflate(b + drift), cross)
-    if upper > enough:  # what D does to the directions themselves does not count
+    if change is not None:
+        D, drift = change
+        # what D does to the directions themselves does not count
         inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
         inside = max(0.0, inside) / math.sqrt(1 + spread)
-        drift = math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside)))
-        upper = _largest(a, inflate(b + drift), cross)
-    return lower, upper, Q_next
+        b = inflate(b + math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside))))
+    return lower, _largest(a, b, cross), _orthonormal(back).to(Q)
 
 
 def _largest(a: float, b: float, cross: float) -> float:

@@ -144,7 +144,7 @@ def gram_bracket(
     tall = small_side(W)
     shape = tall.shape[:-2]
     A, e = scaled(tall.reshape(-1, *tall.shape[-2:]))
-    start, e0, first = A, e, frobenius(A)
+    start, e0 = A, e
     history: list[
         tuple[Tensor, Tensor]
     ] = []  # (exponent of α_t, γ‖A_t‖_F² + underflow) per iterate
@@ -153,24 +153,23 @@ def gram_bracket(
     v = torch.zeros_like(start[..., 0, :])
     v[..., 0] = 1
     for t in range(max_iterations + 1):
-        norm = frobenius(A) if t else first
-        candidate = _unwind(norm, e, history)
+        candidate = _unwind(frobenius(A), e, history)
         stalled = bool((candidate >= upper * (1 - 2.0**-44)).all())
         upper = torch.minimum(upper, candidate)
         if t > 0:
             column = _largest_column(A)
-            value = torch.ldexp(rayleigh_lower(start, column, first), e0)
+            value = torch.ldexp(rayleigh_lower(start, column), e0)
             v = torch.where((value > lower)[:, None], column, v)
             lower = torch.maximum(lower, value)
         if bool((upper <= (1 + rtol) * lower).all()) or (stalled and t > 1) or t == max_iterations:
             break
-        history.append((e, gram_error(A, norm)))
+        history.append((e, gram_error(A)))
         A, e = scaled(gram(A))
     lower = torch.minimum(lower, upper)
     return lower.reshape(shape), upper.reshape(shape), v.reshape(*shape, -1)
 
 
-def rayleigh_lower(W: Tensor, v: Tensor, norm: Tensor | None = None) -> Tensor:
+def rayleigh_lower(W: Tensor, v: Tensor) -> Tensor:
     """`‖Wv‖/‖v‖`, a lower bound on σ₁, evaluated in float64 and rounded down by the error of the product.
 
     `|fl(Wv) − Wv| ≤ γ_n|W||v|`, so the quotient is off by at most `γ_n‖W‖_F`.
@@ -178,7 +177,6 @@ def rayleigh_lower(W: Tensor, v: Tensor, norm: Tensor | None = None) -> Tensor:
     Args:
         W: matrices `(..., m, n)`.
         v: vectors `(..., n)`.
-        norm: `‖W‖_F`, rounded up, where it is known.
     """
     W64, v64 = wide(W), wide(v)
     v64 = v64 / v64.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
@@ -187,9 +185,7 @@ def rayleigh_lower(W: Tensor, v: Tensor, norm: Tensor | None = None) -> Tensor:
     value = (
         frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
     )
-    error = inflate(
-        gamma(2 * W.shape[-1] + 4, torch.float64) * (frobenius(W64) if norm is None else norm)
-    )
+    error = inflate(gamma(2 * W.shape[-1] + 4, torch.float64) * frobenius(W64))
     return (value - error).clamp_min(0) * (norm_v > 0)
 
 
@@ -238,22 +234,18 @@ def _unwind(last: Tensor, e: Tensor, history: list[tuple[Tensor, Tensor]]) -> Te
     return U
 
 
-def gram_error(A: Tensor, norm: Tensor) -> Tensor:
+def gram_error(A: Tensor) -> Tensor:
     """Bound on `‖fl(A*A) − A*A‖_F`, plus what scaling and products may lose to underflow.
 
     Real: `γ_m‖A‖_F²`. Complex: real and imaginary part are real inner products of length 2m, each off by at most
     `γ·a_i·a_j` with a_i the column norms, so the factor √2 more.
-
-    Args:
-        A: matrices.
-        norm: their Frobenius norms, rounded up.
     """
     m, n = A.shape[-2:]
     factor = 1.0
     if A.is_complex():  # real inner products of twice the length, and one subtraction
         m, factor = 2 * m + 2, 1.4143
     lost = 4.0 * n * (m + n) * torch.finfo(A.dtype).tiny
-    return inflate(gamma(m, A.dtype) * factor * norm.square()) + lost
+    return inflate(gamma(m, A.dtype) * factor * frobenius(A).square()) + lost
 
 
 def _largest_column(A: Tensor) -> Tensor:

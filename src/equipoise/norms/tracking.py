@@ -26,8 +26,8 @@ from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import (
     deflate,
+    frobenius,
     full_precision,
-    gamma,
     inflate,
     require_finite,
     unit_roundoff,
@@ -36,9 +36,9 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import circular_lattice, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import cholesky_bracket, perturb, syrk, syrk_error
+from equipoise.norms.cholesky import bracket_of_gram, cholesky_bracket, syrk, syrk_error
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.deflation import deflated_bracket, first_directions, prove_rest
+from equipoise.norms.deflation import deflated_bracket, first_directions, improved, prove_rest
 from equipoise.norms.gram import small_side
 from equipoise.norms.symbol import symbol_energy
 
@@ -60,10 +60,15 @@ class Proof(NamedTuple):
 class TrackedNorm:
     """What a matrix and a convolution have in common: the ladder of bounds, and storing the proof."""
 
+    #: whether a direct proof costs so much that room for the next steps is worth more than closeness
+    dear = False
+
     def __init__(self) -> None:
         self.proof: Proof | None = None
         self.kappa = 1.0
         self.used: Counter[str] = Counter()
+        #: whether the last weight was proved directly, and the carried proof before was of no use
+        self.direct = self.renewed = False
         #: of the last weight: both ends, and a bound of its Frobenius norm
         self.last = (0.0, math.inf, math.inf)
 
@@ -97,9 +102,11 @@ class TrackedNorm:
             if not math.isfinite(upper):
                 self._require_finite(A, what)
             if upper > enough:
-                low, high = self._followed(A, size, change, enough)
+                low, high = self._followed(A, size, change)
                 lower, upper = max(lower, low), min(upper, high)
-        if upper > enough and upper > (1 + rtol) * lower and (renew or not carried):
+        self.direct = upper > enough and upper > (1 + rtol) * lower and (renew or not carried)
+        self.renewed = self.direct and carried
+        if self.direct:
             self._require_finite(A, what)
             self.used["direct"] += 1
             _, lower, upper, size, _, _ = self._renew(A, enough, rtol)
@@ -111,9 +118,11 @@ class TrackedNorm:
 
         Args:
             W: the weight of the last bracket.
-            factor: a number of single precision.
+            factor: is rounded to single precision.
         """
+        factor = _single(factor)
         W.mul_(factor)
+        self.direct = self.renewed = False
         self.kappa = _single(self.kappa * factor)
         lower, upper, size = (inflate(factor * x) for x in self.last)
         u, tiny = unit_roundoff(W.dtype), torch.finfo(W.dtype).tiny
@@ -198,9 +207,7 @@ class TrackedNorm:
         """The largest norm of the map of a weight whose Frobenius norm is at most `size`."""
         return size
 
-    def _followed(
-        self, A: Tensor, size: float, change: Change, enough: float
-    ) -> tuple[float, float]:
+    def _followed(self, A: Tensor, size: float, change: Change) -> tuple[float, float]:
         """A tighter bracket of the norm of A, from directions that are followed."""
         return 0.0, math.inf
 
@@ -215,13 +222,9 @@ def _single(x: float) -> float:
 
 
 def frobenius_norm(A: Tensor) -> float:
-    """`‖A‖_F`, rounded up; like `frobenius`, with fewer operations, and summed along memory, which is several times faster."""
-    rows = A.mT if A.dim() == 2 and A.mT.is_contiguous() else A.reshape(len(A), -1)
-    norm = float(torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1).double()))
-    if norm == 0 and not bool(A.any()):
-        return 0.0
-    slack = (1 + gamma(rows.shape[1] + 8, A.dtype)) * (1 + gamma(len(rows) + 8, torch.float64))
-    return inflate(norm * slack) + math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
+    """`‖A‖_F`, rounded up; summed along memory, which is several times faster."""
+    along = A.mT if A.dim() == 2 and A.mT.is_contiguous() else A.reshape(len(A), -1)
+    return float(frobenius(along))
 
 
 class TrackedMatrix(TrackedNorm):
@@ -249,31 +252,37 @@ class TrackedMatrix(TrackedNorm):
         A = super()._prepared(W, what)
         return small_side(A) if A.numel() else require_finite(A, what)
 
-    def _followed(
-        self, A: Tensor, size: float, change: Change, enough: float
-    ) -> tuple[float, float]:
+    def _followed(self, A: Tensor, size: float, change: Change) -> tuple[float, float]:
+        if not len(self.T):
+            return 0.0, math.inf
         T, rest = self.kappa * self.T, inflate(self.kappa * self.rest)
-        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change, enough)
+        lower, upper, self.Q = deflated_bracket(A, size, self.Q, T, rest, change)
         return lower, upper
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         if self.Q.shape[1] != A.shape[1] or self.Q.dtype != A.dtype:
             self.Q = first_directions(A)
         self.start = self.Q
+        self.T = self.Q[:0].double()
         cpu = A.cpu()
         G = syrk(cpu, torch.float32)
-        proved = prove_rest(G, syrk_error(cpu, G)[0], self.Q.cpu())
-        if proved is not None:
-            Q, T, self.rest = proved
-            self.T = T.to(A.device)
-            lower, upper, self.Q = deflated_bracket(
-                A, frobenius_norm(A), Q.to(A), self.T, self.rest
-            )
-            if upper <= max(enough, (1 + rtol) * lower):
-                return lower, upper
-        start = perturb(self.Q[0].cpu())
-        lower, upper, _ = cholesky_bracket(cpu, rtol / 2, start, enough, G)
-        self.T, self.rest = self.Q.new_zeros(1, A.shape[1], dtype=torch.float64), upper
+        error, size = syrk_error(cpu, G)
+        result = None
+        if math.isfinite(error) and bool(G.any()):
+            Q, values = improved(G, self.Q.cpu())
+            self.Q = Q.to(A)
+            proved = prove_rest(G, error, size, Q, values)
+            if proved is not None:
+                T, self.rest = proved
+                self.T = T.to(A.device)
+                lower, upper, self.Q = deflated_bracket(
+                    A, frobenius_norm(A), self.Q, self.T, self.rest
+                )
+                if upper <= max(enough, (1 + rtol) * lower):
+                    return lower, upper
+                self.T = self.T[:0]
+            result = bracket_of_gram(G, error, size, rtol / 2, cpu, Q[-1], enough)
+        lower, upper, _ = result or cholesky_bracket(cpu, rtol / 2)
         return lower, upper
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -301,6 +310,8 @@ class TrackedConvolution(TrackedNorm):
         input_size: spatial size of its input; None: the supremum over all sizes.
     """
 
+    dear = True
+
     def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
         super().__init__()
         form = read(layer, input_size)
@@ -327,7 +338,8 @@ class TrackedConvolution(TrackedNorm):
         return inflate(self.factor * math.sqrt(taps) * size)  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        result = conv_bracket(self.conv.with_weight(A), rtol, enough)
+        # a tight upper end lasts for more steps than one that is only small enough, and costs about the same
+        result = conv_bracket(self.conv.with_weight(A), min(rtol, 0.01), 1e-30)
         return float(result.lower), float(result.upper)
 
 
@@ -390,7 +402,5 @@ class SingularVectors:
 
 
 def _orthonormal(V: Tensor) -> Tensor:
-    if len(V) == 1:
-        return V / torch.linalg.vector_norm(V)
     Q, _ = torch.linalg.qr(V.flatten(1).mT)
     return fresh_strides(Q.mT.reshape(V.shape))

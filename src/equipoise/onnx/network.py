@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    Shape,
+    one_line,
+    unlogged,
+)
 from equipoise.core.files import read_bounded
 from equipoise.onnx import layers, shapes  # noqa: F401 - they fill the table of operators
 from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, input_readers, require_attributes
@@ -76,7 +83,7 @@ class OnnxNetwork(nn.Module):
         self.eval()
 
     @property
-    def input_shapes(self) -> tuple[tuple[int, ...], ...]:
+    def input_shapes(self) -> tuple[Shape, ...]:
         """The declared shapes of the inputs, with 1 for what the file leaves free."""
         return tuple(tuple(size or 1 for size in shape) for shape in self.graph.inputs.values())
 
@@ -238,15 +245,9 @@ class OnnxNetwork(nn.Module):
         return inputs
 
 
-def read_onnx(data: bytes, name: str = "the file", folder: Path | None = None) -> OnnxNetwork:
-    """The network in the bytes of an ONNX file.
-
-    Args:
-        data: the file's content.
-        name: what error messages call it.
-        folder: where weights that are stored in files of their own are looked for.
-    """
-    return OnnxNetwork(parse(data, name, folder), data)
+def read_onnx(data: bytes) -> OnnxNetwork:
+    """The network in the bytes of an ONNX file; one with weights in other files is for `load_onnx`."""
+    return OnnxNetwork(parse(data, "the file"), data)
 
 
 def load_onnx(path: str | Path) -> OnnxNetwork:
@@ -287,14 +288,14 @@ def _label(spec: Spec, index: int, network: nn.Module) -> str:
     return label if unique else f"{label}@{index}"
 
 
-def _fits(x: Tensor, declared: tuple[int, ...]) -> bool:
+def _fits(x: Tensor, declared: Shape) -> bool:
     """Whether a tensor has the declared shape, in which 0 stands for any size."""
     return x.dim() == len(declared) and all(
         d in (0, n) for d, n in zip(declared, x.shape, strict=True)
     )
 
 
-def _stated(declared: tuple[int, ...]) -> tuple[int | str, ...]:
+def _stated(declared: Shape) -> tuple[int | str, ...]:
     return tuple(size or "any" for size in declared)
 
 

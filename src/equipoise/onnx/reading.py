@@ -4,9 +4,6 @@ Only the protocol buffer itself and the files of weights that lie beside it are 
 operator domains and number formats that round (float16, bfloat16, quantized) are refused by name.
 """
 
-from __future__ import annotations
-
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core import (
+    InputError,
+    Refused,
+    Shape,
+    one_line,
+    optional,
+)
 from equipoise.core.files import open_regular
 
 #: a larger file is not read, nor more than this from the files beside it
@@ -80,12 +83,12 @@ class Graph:
         declared: shapes that the file states for results and for values between them, 0 for sizes that are free.
     """
 
-    inputs: Mapping[str, tuple[int, ...]]
+    inputs: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     constants: Mapping[str, Tensor]
     nodes: tuple[Spec, ...]
     outputs: tuple[str, ...]
-    declared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    declared: Mapping[str, Shape] = field(default_factory=dict)
 
 
 def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
@@ -96,12 +99,7 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
         name: what error messages call it.
         folder: where files of weights beside it are looked for; None refuses them.
     """
-    try:
-        onnx = importlib.import_module("onnx")
-    except ImportError as error:
-        raise InputError(
-            "reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'"
-        ) from error
+    onnx = optional("onnx", "onnx")
     try:
         model = onnx.ModelProto.FromString(data)
     except Exception as error:  # protobuf's classes of errors differ between its versions
@@ -182,12 +180,12 @@ def _opset(model: Any, name: str) -> int:
     return int(versions[0])
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def _sizes(value: Any) -> Shape:
     """The declared shape of a value, 0 for sizes that are free."""
     return tuple(max(0, dim.dim_value) for dim in value.type.tensor_type.shape.dim)
 
 
-def _input_shape(value: Any, name: str) -> tuple[int, ...]:
+def _input_shape(value: Any, name: str) -> Shape:
     element = value.type.tensor_type.elem_type
     if element not in DTYPES or not DTYPES[element].is_floating_point:
         raise Refused(

@@ -48,9 +48,8 @@ class Place:
     @property
     def weight(self) -> Tensor:
         """The numbers that are bounded: the parameter itself, a view of its rows, or this process's shard."""
-        if is_sharded(self.parameter):
-            return local_part(self.parameter)
-        return self.parameter if self.rows is None else self.parameter.detach()[slice(*self.rows)]
+        part = local_part(self.parameter)
+        return part if self.rows is None else part.detach()[slice(*self.rows)]
 
     @property
     def is_convolution(self) -> bool:
@@ -118,7 +117,7 @@ class SpectralGuard:
 
     | how | what is done to a weight with σ₁ > R |
     |---|---|
-    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` |
+    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` (of a convolution: the proved bound of σ₁) |
     | `sphere` | `W ← W·R/U` at every step, U the proved bound, also from below: `σ₁ = R` up to the tolerance |
     | `clip` | `W ← W − Σ (σ_i − r) u_i v_iᵀ` over the singular values above `r = R(1 − headroom)` (matrices only) |
     | `hammer` | `W ← W + (r − σ₁) u₁v₁ᵀ`, only the largest one (matrices only) |
@@ -149,9 +148,10 @@ class SpectralGuard:
         names: glob or compiled pattern over module names, or several.
         parameters: pattern over parameter names: further two-dimensional parameters to guard as matrices.
         tolerance: relative excess that is let pass without touching the weight.
-        headroom: how far below R, relatively, a weight that has to be brought back may be put. The room that it has then lets
-            most steps pass on the carried proof: a weight that grew is scaled by it, without a new one. 0 holds as close
-            to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
+        headroom: how far below R, relatively, a weight that has to be brought back may be put; by default 0.03, and 0.1 for
+            convolutions, whose proofs are dear. The room that it has then lets most steps pass on the carried proof: a weight
+            that grew is scaled by it, without a new one; a convolution close to R that needs a new one gets its room back.
+            0 holds as close to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
         every: new proofs are made only every so many steps. Between them an excess that the carried proof cannot exclude
             counts as one, so norms are held a little below R: still proved, and cheaper where proofs are dear (convolutions with
             many channels). Not for `sphere`.
@@ -183,14 +183,15 @@ class SpectralGuard:
         *,
         parameters: Names = None,
         every: int = 1,
-        headroom: float = 0.03,
+        headroom: float | None = None,
         example_input: Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         require_module(model)
         require_one_of(get_args(How), how=how)
         require_number(tolerance, "tolerance", least=1e-6, most=1)
-        require_number(headroom, "headroom", least=0, most=1 - 2**-20)
+        if headroom is not None:
+            require_number(headroom, "headroom", least=0, most=1 - 2**-20)
         most = 1 if how == "sphere" else math.inf
         require_number(every, "every (1 for how='sphere')", least=1, most=most, whole=True)
         self.how, self.tolerance, self.every = how, tolerance, every
@@ -200,19 +201,15 @@ class SpectralGuard:
         radii = _radii(list(places), radius)
         places = {name: place for name, place in places.items() if name in radii}
         kernels = {name: place.module for name, place in places.items() if place.is_convolution}
-        sharded = [name for name, place in places.items() if is_sharded(place.parameter)]
-        if how in ("clip", "hammer") and sharded:
+        other = [*kernels, *(name for name, one in places.items() if is_sharded(one.parameter))]
+        if how in ("clip", "hammer") and other:
+            kind = "a convolution" if kernels else "sharded"
             raise InputError(
-                f"how={how!r} needs whole matrices, and {sharded[0]!r} is sharded; take how='cap'"
-            )
-        if how in ("clip", "hammer") and kernels:
-            raise InputError(
-                f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
-                "whose singular vectors are images and whose clipped kernel would be larger; take how='cap', or leave it out"
+                f"how={how!r} changes single singular directions of whole matrices, and {other[0]!r} is {kind}; "
+                "take how='cap', or leave it out"
             )
         sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
-
         #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
         self.unguarded = _unguarded(model, self.layers)
         patterns = tuple(radius) if isinstance(radius, Mapping) else None
@@ -352,14 +349,18 @@ class SpectralGuard:
     def _limit(self, one: Guarded) -> float:
         return deflate(one.radius * (1 + self.tolerance))
 
+    def _room(self, one: Guarded) -> float:
+        """How far below R, relatively, the weight may be put."""
+        usual = 0.1 if one.tracked.dear else 0.03
+        return usual if self.headroom is None else self.headroom
+
     def _bracket(self, one: Guarded, close: bool = False) -> None:
         """Prove where the norm of this weight lies."""
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
         # a weight that has to be brought back may be put that much lower
-        wide = self.headroom and not close
-        rtol = max(self.tolerance, self.headroom) if wide else self.tolerance / 2
+        rtol = max(self.tolerance / 2, 0 if close else self._room(one))
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.stamp = one.current_stamp()
 
@@ -368,7 +369,9 @@ class SpectralGuard:
         # half precision cannot hit a sphere any closer
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
-        return low or one.upper > self._limit(one)
+        room = self._room(one)
+        crowded = one.tracked.dear and one.tracked.renewed and room > 0
+        return low or one.upper > (one.radius * (1 - room / 2) if crowded else self._limit(one))
 
     @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
@@ -399,7 +402,7 @@ class SpectralGuard:
             return
         if _is_leader():
             if attempt == 0 and self.how in ("clip", "hammer"):
-                radius = one.radius * (1 - self.headroom)
+                radius = one.radius * (1 - self._room(one))
                 one.weight.copy_(_clipped(one.weight, radius, only_first=self.how == "hammer"))
                 self._bracket(one)
             if attempt > 0 or self._exceeds(one):
@@ -412,22 +415,20 @@ class SpectralGuard:
                 self._bracket(one)
 
     def _scale(self, one: Guarded, attempt: int) -> None:
-        """`W ← cW` with `c = R/U`, or less where a lower end shows that `cσ₁ ≥ R(1 − headroom)` still; the proof is carried."""
+        """`W ← cW` with `c = R/U`, or less where the norm is known to reach `R(1 − headroom)` still; the proof is carried."""
         if not one.upper > 0:
             raise Refused(
                 f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}"
             )
         W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
-        least = (
-            one.radius * (1 - self.headroom) / one.lower
-            if one.lower > 0 and self.headroom
-            else math.inf
-        )
+        # borders keep the lower end of a convolution far below its norm; a new upper end is close
+        reached = one.upper if one.tracked.dear and one.tracked.direct else one.lower
+        room = self._room(one)
+        least = one.radius * (1 - room) / reached if reached and room else math.inf
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         if attempt and self.how != "sphere":
             aim = min(aim, 1.0)
-        c = float(torch.tensor(aim, dtype=torch.float32))
-        one.lower, one.upper = one.tracked.scale(W, c)
+        one.lower, one.upper = one.tracked.scale(W, aim)
         one.stamp = one.current_stamp()
         if self._exceeds(one):  # the roundings may have been smaller than they could
             self._bracket(one)

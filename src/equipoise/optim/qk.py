@@ -132,8 +132,9 @@ def _folded(part: Projection, norm: Any, heads: int) -> list[Folded]:
     W = require_finite(W.double().cpu(), "weight of a projection")
     shift = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.double().cpu()
     terms = shift.abs()
-    radius = norm if isinstance(norm, float | int) else inflate(math.sqrt(W.shape[1]))
+    radius = norm
     if not isinstance(norm, float | int):
+        radius = inflate(math.sqrt(W.shape[1]))
         if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and type(norm).__name__ not in RMS_NORMS:
             raise InputError(
                 f"a {type(norm).__name__} is not a normalisation whose gain is known; give a bound of the length of its "

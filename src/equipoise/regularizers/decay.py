@@ -9,16 +9,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import (
+from equipoise.core import (
+    InputError,
+    Refused,
     describe,
     require_labels,
     require_module,
     require_number,
     require_one_of,
     require_tensor,
+    safe_root,
 )
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 
 Form = Literal["jensen", "centred", "taylor"]

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import (
+from equipoise.core import (
+    InputError,
     describe,
+    fresh_strides,
     require_counts,
     require_labels,
     require_number,
     require_positive,
+    safe_root,
 )
-from equipoise.core.errors import InputError
-from equipoise.core.modules import fresh_strides
-from equipoise.core.precision import safe_root
 from equipoise.smoothing.ramp import ramp_quantile
 from equipoise.smoothing.simplex import SimplexMap
 

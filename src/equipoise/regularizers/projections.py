@@ -6,9 +6,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number, require_positive
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    Shape,
+    require_number,
+    require_positive,
+)
 from equipoise.norms.induced import induced_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import (
@@ -75,7 +81,7 @@ Exponent = Literal[1, 2] | float
 
 
 def operator_norm(
-    module: nn.Module, p: Exponent = 2, input_size: int | tuple[int, ...] | None = None
+    module: nn.Module, p: Exponent = 2, input_size: int | Shape | None = None
 ) -> Bound:
     """Upper bound of `‖A‖_{p→p}` of a layer's linear part, p ∈ {1, 2, ∞}, rounding included.
 

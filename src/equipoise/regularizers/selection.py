@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_module
-from equipoise.core.errors import InputError
-from equipoise.core.modules import evaluating
+from equipoise.core import (
+    InputError,
+    Shape,
+    evaluating,
+    require_module,
+)
 from equipoise.maps.reading import LINEAR_MAPS as LINEAR_MAPS
 from equipoise.maps.reading import TRANSPOSED
 
@@ -114,7 +117,7 @@ def as_matrix(name: str, module: nn.Module) -> Tensor:
 
 def input_shapes(
     model: nn.Module, layers: dict[str, nn.Module], example: Tensor
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Shape]:
     """Shape without batch of what every layer reads when the model sees `example`; mode and statistics are left as they are.
 
     Args:
@@ -122,7 +125,7 @@ def input_shapes(
         layers: by name.
         example: an input with batch.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         shape = tuple(args[0].shape[1:])
@@ -147,9 +150,9 @@ def input_shapes(
 def spatial_sizes(
     model: nn.Module,
     kernels: dict[str, nn.Module],
-    input_size: int | tuple[int, ...] | None,
+    input_size: int | Shape | None,
     example: Tensor | None,
-) -> dict[str, tuple[int, ...] | None]:
+) -> dict[str, Shape | None]:
     """Spatial size of what every convolution reads, from one forward pass; None where neither size nor example is given.
 
     Args:

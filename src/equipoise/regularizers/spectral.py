@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from equipoise.core.bounds import Bracket, Kind
-from equipoise.core.checks import require_number, require_one_of
-from equipoise.core.errors import InputError
-from equipoise.core.precision import full_precision
+from equipoise.core import (
+    Bracket,
+    InputError,
+    Kind,
+    Shape,
+    full_precision,
+    require_number,
+    require_one_of,
+)
 from equipoise.maps.linear import Convolution, Linear
 from equipoise.maps.reading import geometry_of, linear_part, module_kind
 from equipoise.norms.differentiable import gram_norm, map_norm
@@ -87,7 +92,7 @@ class SpectralPenalty:
         only: selection.Types = selection.LINEAR_MAPS,
         names: selection.Names = None,
         weight: float = 1.0,
-        input_size: int | tuple[int, ...] | None = None,
+        input_size: int | Shape | None = None,
         *,
         example_input: Tensor | None = None,
         bound: BoundName = "tracked",
@@ -202,7 +207,7 @@ class SpectralPenalty:
         return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
 
 
-def _linear_map(module: nn.Module, size: tuple[int, ...] | None) -> Linear:
+def _linear_map(module: nn.Module, size: Shape | None) -> Linear:
     """The linear part of a layer as it is now, differentiable in its weights."""
     return linear_part(module, selection.weight_of(module), size)
 
@@ -222,7 +227,7 @@ def rounded_up(value: float, dtype: torch.dtype) -> Tensor:
 
 
 def layer_bound(
-    module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16
+    module: nn.Module, size: Shape | None, iterations: int = 5, grid: int = 16
 ) -> Tensor:
     """Differentiable upper bound of the norm of a layer, by `gram_norm` or `conv_norm`.
 

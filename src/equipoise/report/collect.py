@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core import Floats
 from equipoise.core.errors import InputError
 from equipoise.lipschitz.report import Report
 from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
 from equipoise.smoothing import read_log
-from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core import Floats
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
 from equipoise.report.collect import Attacks, Series
-from equipoise.smoothing.ramp import Floats
 
 Figure = dict[str, Any]
 
@@ -95,7 +95,7 @@ def curves(
             for e, v in zip(x, y, strict=True)
         ]
         traces.append(_trace(name, x, y, texts, line=line | {"width": 2.4, "shape": "vh"}))
-    for a in attacks:
+    for a, dash in zip(attacks, cycle(DASHES[1:]), strict=False):
         x, y = attack_curve(a, end)
         texts = [
             f"ε = {format_up(e, 4)}<br>at most {format_up(100 * v, 4)} % withstand"
@@ -105,7 +105,7 @@ def curves(
         line = {
             "color": "#7A7A7A",
             "width": 1.6,
-            "dash": "dot" if a.kind == "base" else "dash",
+            "dash": dash,
             "shape": "hv",
         }
         traces.append(_trace(name, x, y, texts, line=line, meta="attack"))
@@ -132,8 +132,9 @@ def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
     largest = sorted(rows, key=lambda row: -abs(row[1]["share"] or 0.0))[:BARS]
     names, shares, texts = [], [], []
     for number, layer in sorted(largest, key=lambda row: row[0]):
-        # the end of a long name says most, and the number of the table's row tells operations of one module apart
-        names.append(html.escape(f"{layer['name'][-30:]} · {number}", quote=False))
+        # as in the table: its row number, and the end of a long name, which says most
+        label = f"{number} · {layer['name'][-20:]} {layer['kind']}"[:38]
+        names.append(html.escape(label, quote=False))
         shares.append(layer["share"])
         texts.append(html.escape(f"{layer['name']}, {layer['kind']}", quote=False))
     style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}

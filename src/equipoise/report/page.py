@@ -72,7 +72,7 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         "down": format_down,
         "log": show_log,
         "percent": percent,
-        "epsilon": "ε = {}".format,
+        "epsilon": "ε = {}".format,
     }
     source = _plotly_source() if plotly is None else plotly
     norms = dict.fromkeys(s.norm for s in data.series)

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.attacks import misclassified, pgd, smooth_pgd
-from equipoise.core.bounds import format_down
-from equipoise.core.checks import require_number
-from equipoise.core.errors import EquipoiseError, InputError, Refused
+from equipoise.core import EquipoiseError, InputError, Refused, format_down, require_number
 from equipoise.core.files import guarded
 from equipoise.runs.jobs import Job, prepare, usable_device
 from equipoise.runs.run import Run, Violation, as_levels, open_run
@@ -65,8 +63,8 @@ class AttackSummary:
             f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} broke (the power of the attack)",
         ]
         for v in self.broken:
-            radius = format_down(v.radius, 6)
-            distance = format_down(v.distance, 6)
+            radius = format_down(v.radius)
+            distance = format_down(v.distance)
             lines.append(
                 f"VIOLATION at input {v.id}: certified radius {radius}, broken at {distance}"
             )

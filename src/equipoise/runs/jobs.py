@@ -15,8 +15,13 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core.checks import require_counts
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core import (
+    InputError,
+    Ints,
+    Refused,
+    one_line,
+    require_counts,
+)
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.sources import Inputs, Item, check_label, portable
@@ -41,7 +46,6 @@ from equipoise.runs.store import (
 from equipoise.runs.workers import ProvedWorker, TaskSpec, run_on_ray
 from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.noise import fresh_seed, is_image, power_of_two
-from equipoise.smoothing.procedures import Ints
 
 #: inputs that the map of a soft run is calibrated on
 CALIBRATION = 32

@@ -22,14 +22,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core.accuracy import (
+from equipoise.core import (
+    Floats,
+    InputError,
+    Ints,
+    Mask,
+    Refused,
+    as_upper,
     average_certified_radius,
     certified_accuracy,
+    format_down,
     percent,
     round_levels,
 )
-from equipoise.core.bounds import as_upper, format_down
-from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write
 from equipoise.runs.sources import InputId
 from equipoise.runs.store import (
@@ -45,10 +50,13 @@ from equipoise.runs.store import (
 )
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
-from equipoise.smoothing.derive import Scores, Stopped, Votes, derive, joined
+from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
-from equipoise.smoothing.procedures import Ints, Partition, Procedure, find_procedure
-from equipoise.smoothing.ramp import Floats
+from equipoise.smoothing.procedures import (
+    Partition,
+    Procedure,
+    find_procedure,
+)
 from equipoise.smoothing.simplex import map_smoothness
 
 STATUSES = ("wrong", "right, not certified", "certified", "abstained", "failed")
@@ -77,7 +85,7 @@ class Results:
     answer: Ints
     prediction: Ints
     radius: Floats
-    failed: NDArray[np.bool_]
+    failed: Mask
     about: str
     procedure: str
     alpha: float = 0.0
@@ -90,12 +98,12 @@ class Results:
         return bool((self.labels >= 0).any())
 
     @property
-    def right(self) -> NDArray[np.bool_]:
+    def right(self) -> Mask:
         """Whose answer is the label."""
         return (self.answer >= 0) & ((self.answer == self.labels) | (not self.labelled))
 
     @property
-    def correct(self) -> NDArray[np.bool_]:
+    def correct(self) -> Mask:
         """Whose certified answer is the label: what counts for certified accuracy at ε = 0."""
         return self.right & (self.prediction == self.answer)
 
@@ -189,8 +197,7 @@ class Summary:
         if figures["methods"]:
             lines.append(f"proved by: {_listed(figures['methods'])}")
         if figures["verdicts"]:
-            epsilon = format_down(self.run.settings.epsilon or 0.0, 4)
-            lines.append(f"within {epsilon}: {_listed(figures['verdicts'])}")
+            lines.append(f"within {self.run.settings.epsilon}: {_listed(figures['verdicts'])}")
         for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
         return [*lines, r.about, *r.notes]
@@ -200,10 +207,10 @@ def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _votes(settings: Settings, rows: list[Row]) -> Votes | Stopped:
+def _votes(settings: Settings, rows: list[Row]) -> Votes:
     names = ("selection", "estimation", "draws")
-    votes = Votes(*(np.array([getattr(r, name) for r in rows], np.float64) for name in names))
-    return Stopped(votes, settings.target_radius) if settings.target_radius else votes
+    first, second, draws = (np.array([getattr(r, n) for r in rows], np.float64) for n in names)
+    return Votes(first, second, draws, settings.target_radius)
 
 
 def _scores(manifest: Manifest, rows: list[Row], row: Procedure, network: float | None) -> Scores:
@@ -340,7 +347,7 @@ class Run:
             members = [rows[i] for i in places]
             if manifest.scored and row.soft:
                 network = manifest.stretched(constant)
-                sample: Scores | Votes | Stopped = _scores(manifest, members, row, network)
+                sample: Scores | Votes = _scores(manifest, members, row, network)
             else:
                 sample = _votes(settings, members)
             parts = [(places, derive(sample, row, noise.setting(alpha, "")))]
@@ -429,7 +436,7 @@ class Run:
         if self.settings.target_radius is not None:
             return [self.settings.target_radius]
         if self.kind == "sampled":
-            return [k * results.sigma / 2 for k in range(7)]
+            return [round(k * results.sigma / 2, 12) for k in range(7)]
         return list(round_levels(float(np.quantile(results.radius, 0.98))))
 
     def verdict(self, row: Row) -> str:
@@ -496,12 +503,12 @@ class Run:
         ):
             own = ("rival", "method") if self.kind == "proved" else ("draws",)
             record = row.model_dump(include={"id", "position", "label"})
-            record |= {"answer": int(answer), "status": status, "radius": format_down(radius, 6)}
+            record |= {"answer": int(answer), "status": status, "radius": format_down(radius)}
             record |= {name: getattr(row, name) for name in own}
             if self.settings.epsilon is not None:
                 record["verdict"] = self.verdict(row)
             if self.settings.deployed:
-                record["deployed"] = format_down(row.deployed or 0.0, 6)
+                record["deployed"] = format_down(row.deployed or 0.0)
             records.append(record | {"failure": row.failure or ""})
         return records
 

@@ -22,13 +22,19 @@ from torch.utils import _pytree as pytree
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
-from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides
-from equipoise.core.checks import require_eval
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Ints,
+    Refused,
+    Shape,
+    fresh_strides,
+    require_eval,
+)
 from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
 
@@ -101,7 +107,7 @@ class Inputs:
     dataset: Any
     name: str
     ids: tuple[InputId, ...]
-    labels: tuple[int, ...] | None
+    labels: Shape | None
     num_classes: int | None
     classes: tuple[str, ...] | None = None
     labelled: bool = True
@@ -304,7 +310,9 @@ def portable(model: Any, source: str | None = None) -> Portable:
         _require_inference(model)
         value = program_input(model)
         if value is None or value.ndim < 2:
-            raise InputError("the exported program must take one tensor with a batch dimension")
+            raise InputError(
+                "the exported program must take one tensor with a batch dimension: hold other inputs as buffers"
+            )
         size = value.shape[0]
         buffer = io.BytesIO()
         torch.export.save(model, buffer)

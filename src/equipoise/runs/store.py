@@ -8,8 +8,6 @@ run, so that a store beside another `run.json` is refused. A file is not trusted
 views or triggers), and every payload is read by a typed document.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -25,9 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from equipoise.attacks import Norm
-from equipoise.core import files
-from equipoise.core.bounds import format_up
-from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
+from equipoise.core import InputError, Refused, did_you_mean, files, format_up, one_line
 from equipoise.core.files import (
     Count,
     Document,
@@ -344,7 +340,7 @@ class Manifest(Document):
         """The digest of the run: settings, model, data, and the map and the constant that were fixed beforehand."""
         return digest_document(self.identity())
 
-    def reseeded(self, seed: int | None) -> Manifest:
+    def reseeded(self, seed: int | None) -> Self:
         """The same run with noise of another seed."""
         return self.model_copy(update={"settings": self.settings.model_copy(update={"seed": seed})})
 

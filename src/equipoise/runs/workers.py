@@ -19,14 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core import (
+    EquipoiseError,
+    InputError,
+    Ints,
+    Refused,
+    one_line,
+    optional,
+)
 from equipoise.core.files import guarded
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.sources import Batched, Item, Portable, hash_module
 from equipoise.runs.store import Manifest, Row, Settings, SoftVotes, versions
 from equipoise.smoothing import SmoothedClassifier, Stream, certify_adaptive
 from equipoise.smoothing.classifier import count_votes
-from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
 
 #: relative gap of every operator norm
@@ -307,12 +313,9 @@ def run_on_ray(
         workers: how many; each takes a GPU where the device is one.
         address: of an existing cluster; None: one on this machine, started and stopped here.
     """
-    try:
-        import ray
-        from ray.exceptions import RayError
-        from ray.util import ActorPool
-    except ImportError as error:
-        raise InputError("several workers need ray: pip install 'equipoise[ray]'") from error
+    ray = optional("ray", "ray")
+    from ray.exceptions import RayError
+    from ray.util import ActorPool
 
     model = spec.model
     device = torch.device(spec.device).type
@@ -331,7 +334,7 @@ def run_on_ray(
                 options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
                 options["include_dashboard"] = False
             ray.init(address=address or "local", **options)
-        kind: Any = ray.remote(
+        kind = ray.remote(
             num_cpus=1, num_gpus=int(device == "cuda"), max_restarts=3, max_task_retries=3
         )(RayWorker)
         payload = ray.put(ray.cloudpickle.dumps(spec))

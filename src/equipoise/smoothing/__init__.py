@@ -4,7 +4,7 @@ The names below are what a user types; everything else is imported from its modu
 e-processes in `intervals`, noise in `noise`, simplex maps in `simplex`, deterministic margins in `margins`.
 """
 
-from equipoise.core.accuracy import average_certified_radius, certified_accuracy
+from equipoise.core import average_certified_radius, certified_accuracy
 from equipoise.smoothing.certificates import Certificates, read_log
 from equipoise.smoothing.classifier import Denoised, SmoothedClassifier
 from equipoise.smoothing.conformal import RobustConformal

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from equipoise.core import InputError, as_upper
+from equipoise.core import (
+    Floats,
+    InputError,
+    Mask,
+    as_upper,
+)
 from equipoise.smoothing.intervals import (
     OneSide,
     betting,
@@ -21,7 +25,9 @@ from equipoise.smoothing.intervals import (
     empirical_bernstein,
     lipschitz_interval,
 )
-from equipoise.smoothing.procedures import Partition
+from equipoise.smoothing.procedures import (
+    Partition,
+)
 from equipoise.smoothing.radii import (
     positive,
     radius_mono,
@@ -29,7 +35,6 @@ from equipoise.smoothing.radii import (
     radius_multi,
     radius_multi_lipschitz,
 )
-from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ class Bounds:
     p_upper: Floats
     radius: Floats
 
-    def where(self, mask: NDArray[np.bool_], other: Bounds) -> Bounds:
+    def where(self, mask: Mask, other: Bounds) -> Bounds:
         """These bounds where `mask` holds, the other ones elsewhere.
 
         Args:

@@ -1,7 +1,5 @@
 """What a certification returns, for a batch of inputs, and Cohen's published logs (idx, label, predict, radius, …)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,12 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError
-from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.errors import one_line
+from equipoise.core import (
+    Floats,
+    InputError,
+    Ints,
+    Mask,
+    average_certified_radius,
+    certified_accuracy,
+    one_line,
+)
 from equipoise.core.files import read_bounded
-from equipoise.smoothing.procedures import Ints
-from equipoise.smoothing.ramp import Floats
 
 ABSTAIN = -1
 
@@ -47,11 +49,11 @@ class Certificates:
     alpha: float
     draws: Ints
     about: str
-    direct: NDArray[np.bool_]
+    direct: Mask
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def abstain(self) -> NDArray[np.bool_]:
+    def abstain(self) -> Mask:
         """Where nothing was certified."""
         return self.prediction == ABSTAIN
 
@@ -71,7 +73,7 @@ class Certificates:
         """Average certified radius: the radius where the prediction is right, 0 elsewhere."""
         return average_certified_radius(self.radius, self._correct(labels))
 
-    def _correct(self, labels: ArrayLike) -> NDArray[np.bool_]:
+    def _correct(self, labels: ArrayLike) -> Mask:
         labels = np.asarray(labels)
         if labels.shape != self.prediction.shape:
             raise InputError(
@@ -99,7 +101,7 @@ class CertificationLog:
     label: Ints
     predict: Ints
     radius: Floats
-    correct: NDArray[np.bool_]
+    correct: Mask
     time: NDArray[np.str_]
 
     def accuracy(self, epsilon: ArrayLike = 0.0) -> Floats:
@@ -123,7 +125,7 @@ def read_log(path: str | Path) -> CertificationLog:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
     if len(lines) < 2:
         raise InputError(f"{path}: the log has no rows")
-    kinds: Any = list(_COLUMNS.items())
+    kinds = list(_COLUMNS.items())
     try:
         rows = np.loadtxt(lines[1:], kinds, comments=None, delimiter="\t", ndmin=1)
     except (ValueError, OverflowError) as error:

@@ -14,8 +14,13 @@ import torch
 from scipy.special import betainc
 from torch import Tensor, nn
 
-from equipoise.core import InputError, Refused, as_upper
-from equipoise.core.checks import (
+from equipoise.core import (
+    POSITIVE,
+    Floats,
+    InputError,
+    Ints,
+    Refused,
+    as_upper,
     describe,
     require_eval,
     require_images,
@@ -29,7 +34,6 @@ from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.noise import (
     Levels,
-    Noise,
     NoiseName,
     NoiseSpec,
     Sigma,
@@ -40,8 +44,10 @@ from equipoise.smoothing.noise import (
     power_of_two,
 )
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
-from equipoise.smoothing.ramp import Floats
+from equipoise.smoothing.procedures import (
+    DEFAULT,
+    find_procedure,
+)
 from equipoise.smoothing.simplex import SimplexMap, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]
@@ -109,7 +115,8 @@ class SmoothedClassifier:
         require_eval(self.model)
         require_number(n, "the number of draws", least=1, whole=True)
         law = self._law(x)
-        buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        buffer = torch.empty((self.chunk_size, *x.shape), dtype=dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
             # not around the yield: the mode would leak into the caller
@@ -410,11 +417,10 @@ class SmoothedClassifier:
         if self.noise == "grid":
             self.cells = 255.0 if image else power_of_two(self.sigma)
 
-    def _law(self, x: Tensor) -> Noise:
+    def _law(self, x: Tensor) -> NoiseSpec:
         spec = self.noise_spec(require_tensor(x, "the input")[None])
         self.levels.require_channels(x.shape)
-        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return Noise(self.levels, spec.grids, exact)
+        return spec
 
     def round_constant(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""
@@ -495,6 +501,7 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     >>> predict_counts([[60, 40, 0], [95, 3, 2]], 0.001).tolist()
     [-1, 0]
     """
+    require_number(alpha, "alpha", least=POSITIVE, most=1)
     array = np.asarray(counts, dtype=np.float64)
     ordered = np.sort(array, axis=-1)
     most = ordered[..., -1]

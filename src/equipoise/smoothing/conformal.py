@@ -26,13 +26,14 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.special import ndtr
 from torch import Tensor, nn
 
-from equipoise.core import InputError
-from equipoise.core.checks import (
+from equipoise.core import (
     POSITIVE,
+    Floats,
+    InputError,
+    Mask,
     require_images,
     require_labels,
     require_module,
@@ -40,7 +41,9 @@ from equipoise.core.checks import (
 )
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.noise import NoiseName, Sigma, Stream, fresh_seed
-from equipoise.smoothing.ramp import Floats, quantile
+from equipoise.smoothing.ramp import (
+    quantile,
+)
 
 _EPS = 2.0**-46  # more than the relative error of Φ, over (1 + x²), and of the operations around it
 
@@ -107,10 +110,10 @@ class RobustConformal:
         risk = max(math.nextafter(alpha - variation, 0.0), 0.0)
         z = math.nextafter(shift - float(quantile(risk)[0]), math.inf)
         tail = float(ndtr(-z)) * (1 - _EPS * (1 + z * z)) - variation if math.isfinite(z) else 0.0
-        above = math.floor(max(tail, 0.0) * (len(self.scores) + 1))  # n + 1 − k
+        above = math.floor(max(0.0, tail) * (len(self.scores) + 1))  # n + 1 − k
         return float(self.scores[-above]) if above else math.inf
 
-    def predict(self, x: Tensor, radius: float, alpha: float = 0.1) -> NDArray[np.bool_]:
+    def predict(self, x: Tensor, radius: float, alpha: float = 0.1) -> Mask:
         """Which classes are in the set of each input, (N, classes), from one fresh draw each.
 
         Args:

@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from equipoise.core import InputError
-from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core import (
+    POSITIVE,
+    Floats,
+    InputError,
+    Mask,
+    Shape,
+    require_number,
+    require_one_of,
+)
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -36,7 +43,6 @@ from equipoise.smoothing.procedures import (
     find_procedure,
     one_against_rest,
 )
-from equipoise.smoothing.ramp import Floats
 
 _ARRAYS = ("prediction", "radius", "selected", "p_lower", "p_upper", "buckets", "draws", "direct")
 
@@ -69,11 +75,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Votes:
-    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class)."""
+    """Counts (N, c) of selection and of estimation draws, the number of the latter (some may vote for no class).
+
+    With a `target` the draws of each input were stopped by looking at them, at that radius.
+    """
 
     selection: Floats
     estimation: Floats
     draws: Floats
+    target: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,15 +96,7 @@ class Scores:
     kept: Floats | None = None
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """Votes of inputs that stopped by looking at their draws, at a target radius."""
-
-    votes: Votes
-    target: float
-
-
-def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -> Certificates:
+def derive(sample: Votes | Scores, row: Procedure, setting: Setting) -> Certificates:
     """Certificates of N inputs, each wrong with probability at most alpha over the estimation draws.
 
     Guarantee: for any selection sample independent of the estimation sample, and any procedure whose shares are valid;
@@ -105,12 +107,12 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
         row: the procedure.
         setting: noise, risk and description.
     """
-    if isinstance(sample, Stopped):
-        return _stopped(sample, row, setting)
     if isinstance(sample, Scores):
         plan = sample.plan
         draws = sample.moments.n
         bounds = _score_bounds(sample, setting)
+    elif sample.target is not None:
+        return _stopped(sample, sample.target, row, setting)
     else:
         plan = plan_votes(sample, row, setting)
         draws = sample.draws
@@ -185,22 +187,22 @@ def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     return bounds
 
 
-def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
+def _stopped(sample: Votes, target: float, row: Procedure, setting: Setting) -> Certificates:
     """An e-value against the target radius at the moment each input stopped, valid at any time."""
-    partition = one_against_rest(sample.votes.selection)
+    partition = one_against_rest(sample.selection)
     ranked, counts = (
         np.take_along_axis(v, partition.order, axis=1)
-        for v in (sample.votes.selection, sample.votes.estimation)
+        for v in (sample.selection, sample.estimation)
     )
-    draws = sample.votes.draws
-    goal = sample.target + setting.distance
+    draws = sample.draws
+    goal = target + setting.distance
     low = np.zeros(len(draws))
     radius = np.zeros(len(draws))
     for k, votes in enumerate(counts):
         test = TargetTest.of(row, ranked[k], goal, setting.noise)
         if test.log_e(votes[0], votes[1:].max(), draws[k]) >= np.log(1 / setting.alpha):
             low[k] = test.claimed
-            radius[k] = sample.target
+            radius[k] = target
     bounds = Bounds(low, np.where(low > 0, 1 - low, 1.0), radius)
     direct = np.zeros(len(draws), dtype=bool)
     reached = replace(setting, distance=0.0)
@@ -210,7 +212,7 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
 def _assemble(
     bounds: Bounds,
     partition: Partition,
-    direct: NDArray[np.bool_],
+    direct: Mask,
     draws: Floats,
     procedure: str,
     setting: Setting,
@@ -350,14 +352,14 @@ def _setting(sigma: float, alpha: float, what: str) -> Setting:
     return Setting(Gaussian(level), alpha, f"{what} under N(0, {level:g}²·I) noise")
 
 
-def _reshaped(whole: Certificates, shape: tuple[int, ...]) -> Certificates:
+def _reshaped(whole: Certificates, shape: Shape) -> Certificates:
     return replace(whole, **{name: getattr(whole, name).reshape(shape) for name in _ARRAYS})
 
 
 def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} must hold numbers, in rows of equal length") from error
     if array.ndim < len(axes) or array.shape[-1] < 2:
         raise InputError(
@@ -367,10 +369,11 @@ def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
 
 
 def _counts(values: ArrayLike, name: str) -> Floats:
-    """Counts that a float64 holds exactly."""
+    """Counts that a float64 holds exactly, and their sums."""
     array = _numbers(values, name, "classes")
-    if not np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array))):
-        raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
+    whole = np.all((array >= 0) & (array == np.floor(array)))
+    if not whole or not np.all(array.sum(axis=-1) < 2.0**53):
+        raise InputError(f"{name} must hold non-negative whole numbers, fewer than 2^53 together")
     return array
 
 

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betainc, betaincinv, betaln
 
-from equipoise.core import InputError
-from equipoise.smoothing.ramp import Floats
+from equipoise.core import (
+    Floats,
+    InputError,
+)
 
 Side = Literal["lower", "upper", "both"]
 OneSide = Literal["lower", "upper"]
@@ -69,12 +71,8 @@ def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
     if arguments[0].size < _MANY:
         return function(*arguments)
     rows = np.stack([a.ravel() for a in arguments])
-    order = np.lexsort(rows)
-    ordered = rows[:, order]
-    new = np.append(True, (ordered[:, 1:] != ordered[:, :-1]).any(axis=0))
-    values = np.empty(len(order))
-    values[order] = function(*ordered[:, new])[np.cumsum(new) - 1]
-    return values.reshape(arguments[0].shape)
+    distinct, place = np.unique(rows, axis=1, return_inverse=True)
+    return function(*distinct)[place.reshape(arguments[0].shape)]
 
 
 def _binomial_lower(k: Floats, n: Floats, alpha: Floats) -> Floats:
@@ -323,7 +321,8 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
             -miss * np.log1p(-p),
         )
     total = np.zeros(np.broadcast(a, t, p).shape)
-    size = np.zeros_like(total)
+    # a logarithm of the beta function is a difference of some of the gamma function
+    size = t * np.log1p(t)
     for term in terms:
         total = total + term
         size = size + np.where(np.isfinite(term), np.abs(term), 0.0)

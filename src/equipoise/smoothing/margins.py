@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, as_upper
-from equipoise.core.checks import require_labels, require_tensor
-from equipoise.core.precision import row_lengths
+from equipoise.core import InputError, as_upper, require_labels, require_tensor, row_lengths
 
 _DOWN = 1 - 2.0**-50
 _UP = 1 + 2.0**-50

@@ -41,8 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, Refused
-from equipoise.core.checks import POSITIVE, require_number
+from equipoise.core import POSITIVE, InputError, Refused, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
@@ -305,48 +304,6 @@ def fresh_seed() -> int:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """`x + σ·g` in floating point, or on grids (one, or one per channel, all of one step) `(k_x + k)·h` with integers k."""
-
-    levels: Levels
-    grids: tuple[Grid, ...]
-    dtype: torch.dtype
-
-    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
-        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype.
-
-        Args:
-            buffer: tensor (chunk, *x.shape).
-            x: the input; rounded to the grid once.
-            key: of the generator.
-        """
-        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        out = host.numpy()
-        bits = philox(key)
-        if not self.grids:
-            np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
-            return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
-
-        first = self.grids[0]
-        place = first.integers(x.detach().cpu().double().numpy())
-        exact = 2 / torch.finfo(self.dtype).eps  # whole numbers below are exact
-        if np.abs(place).max(initial=0) - min(g.law.lowest for g in self.grids) >= exact:
-            raise InputError(
-                f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
-            )
-        if len(self.grids) == 1:
-            first.draw(bits, out)
-        else:
-            for channel, grid in enumerate(self.grids):
-                part = np.empty_like(out[:, channel], order="C")
-                grid.draw(bits, part)
-                out[:, channel] = part
-        out += place.astype(out.dtype)
-        out /= out.dtype.type(first.cells)
-        return buffer.copy_(host)
-
-
-@dataclass(frozen=True)
 class NoiseSpec:
     """The noise law actually sampled: what certificates of these draws rest on, in numbers and in words.
 
@@ -392,6 +349,45 @@ class NoiseSpec:
             return 0.0
         each = self.dimension // len(self.grids)
         return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0)
+
+    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
+        """Write noisy copies of x into a buffer (chunk, *x.shape): `x + σ·g`, or `(k_x + k)·h` with integers k on a grid.
+
+        Args:
+            buffer: tensor (chunk, *x.shape).
+            x: the input; rounded to the grid once.
+            key: of the generator.
+        """
+        host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        out = host.numpy()
+        bits = philox(key)
+        grids = self.grids
+        if not grids:
+            if torch.finfo(x.dtype).eps * float(x.abs().max()) > self.levels.sigma:
+                raise Refused(
+                    f"noise of level {self.levels.sigma:g} is lost in the rounding of the input in {x.dtype}: rescale it, or "
+                    "use more noise"
+                )
+            np.random.Generator(bits).standard_normal(dtype=out.dtype, out=out)
+            return buffer.copy_(host).mul_(self.levels.scale(buffer[0])).add_(x)
+
+        first = grids[0]
+        place = first.integers(x.detach().cpu().double().numpy())
+        exact = 2 / torch.finfo(buffer.dtype).eps  # whole numbers below are exact
+        if np.abs(place).max(initial=0) - min(g.law.lowest for g in grids) >= exact:
+            raise InputError(
+                f"the input is too large for a grid of step {first.step:g} in {buffer.dtype}: rescale it, or use noise='float'"
+            )
+        if len(grids) == 1:
+            first.draw(bits, out)
+        else:
+            for channel, grid in enumerate(grids):
+                part = np.empty_like(out[:, channel], order="C")
+                grid.draw(bits, part)
+                out[:, channel] = part
+        out += place.astype(out.dtype)
+        out /= out.dtype.type(first.cells)
+        return buffer.copy_(host)
 
     def setting(self, alpha: float, about: str) -> Setting:
         """What certificates of these draws rest on.

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import betaincinv, ndtr, ndtri
 
-from equipoise.core import InputError
+from equipoise.core import (
+    Floats,
+    InputError,
+    Mask,
+)
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -31,9 +34,14 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, log_e_value
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
+from equipoise.smoothing.procedures import (
+    Build,
+    Option,
+    Partition,
+    Procedure,
+    one_against_rest,
+)
 from equipoise.smoothing.radii import radius_mono, radius_multi
-from equipoise.smoothing.ramp import Floats
 
 _QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely values of an unknown share
 
@@ -47,18 +55,18 @@ class Plan:
         direct: where margins are bounded directly.
         top: share of α for the class.
         rival: share of α for each rival.
-        hoped: the expected radius.
+        expected: the expected radius.
         shift: mean bucket scores, to center moments with.
         joint: where votes of class and rival are tested together.
     """
 
     partition: Partition
-    direct: NDArray[np.bool_]
+    direct: Mask
     top: Floats
     rival: Floats
-    hoped: Floats
+    expected: Floats
     shift: Floats
-    joint: NDArray[np.bool_]
+    joint: Mask
 
 
 def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alpha: float) -> Plan:
@@ -172,9 +180,7 @@ def _plan(
     return Plan(partition, direct, top, rival, ratings[best, rows], shift, joint)
 
 
-def stored_plan(
-    row: Procedure, partition: Partition, direct: NDArray[np.bool_], shift: Floats
-) -> Plan:
+def stored_plan(row: Procedure, partition: Partition, direct: Mask, shift: Floats) -> Plan:
     """The plan of soft votes that were sampled before: their buckets are fixed, the shares are those of the row.
 
     Args:
@@ -294,8 +300,6 @@ def target_probability(epsilon: float, sigma: float) -> float:
     >>> round(target_probability(0.25, 0.25), 6)
     0.841345
     """
-    if not (np.isfinite(epsilon) and epsilon >= 0):
-        raise InputError(f"the target radius must be a non-negative number, got {epsilon}")
     p0 = float(ndtr(epsilon / sigma))
     for k in range(50):
         if p0 < 1 and float(radius_mono(p0, sigma)) >= epsilon:
@@ -325,7 +329,7 @@ class TargetTest:
 
     @classmethod
     def of(cls, row: Procedure, ranked: Floats, epsilon: float, noise: Gaussian) -> TargetTest:
-        """Choose the levels on the selection votes: Cohen's alone where that decides soonest.
+        """Choose the levels on the selection votes: Cohen's, and three for different guesses of the probabilities behind them.
 
         Args:
             row: the procedure.
@@ -337,20 +341,15 @@ class TargetTest:
         spread = noise.variation
         needed = target_probability(epsilon, sigma)
         cohen = min(needed + spread * (1 + 2.0**-50) + 2.0**-52 * (spread > 0), 1 - 2.0**-53)
-        alone = cls(((cohen, 1.0),), needed)
         if len(ranked) < 3 or all(o.partition is one_against_rest for o in row.options):
-            return alone
-        levels = []
-        rates = []
-        own = []
-        for q, s in ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25)):
-            p1, p2 = plausible(ranked[0], ranked[1], ranked.sum(), q, s, len(ranked))
-            pair, rate = _best_level(float(p1), float(p2), 2 * epsilon / sigma, spread)
-            levels.append(pair)
-            rates.append(rate)
-            own.append(_information(float(p1), cohen))
-        if np.mean(rates) <= 1.1 * np.mean(own):
-            return alone
+            return cls(((cohen, 1.0),), needed)
+        # near the target one level alone certifies half as many inputs as three: the votes say little of where it should lie
+        guesses = [
+            plausible(ranked[0], ranked[1], ranked.sum(), q, s, len(ranked))
+            for q, s in ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25))
+        ]
+        gap = 2 * epsilon / sigma
+        levels = [_best_level(float(p1), float(p2), gap, spread) for p1, p2 in guesses]
         return cls(((cohen, 1.0), *levels), 0.0)
 
     def log_e(self, hits: float, rival: float, draws: float) -> float:
@@ -370,10 +369,8 @@ class TargetTest:
         return float(np.logaddexp.reduce(terms)) - float(np.log(len(terms))) - 1e-12
 
 
-def _best_level(
-    p1: float, p2: float, gap: float, spread: float
-) -> tuple[tuple[float, float], float]:
-    """The level at which class and rival are told apart at the same speed, and that speed."""
+def _best_level(p1: float, p2: float, gap: float, spread: float) -> tuple[float, float]:
+    """The level at which class and rival are told apart at the same speed."""
     low = ndtri(p2) + gap
     high = ndtri(p1)
     t = np.linspace(low, high, 33)[1:-1] if low < high else np.array([gap / 2])
@@ -381,7 +378,7 @@ def _best_level(
     below = np.maximum(ndtr(t - gap) - 2.0**-45 - spread, 1e-12)
     rate = np.minimum(_information(p1, above), _information(1 - p2, 1 - below))
     best = int(rate.argmax())
-    return (float(above[best]), float(below[best])), float(rate[best])
+    return float(above[best]), float(below[best])
 
 
 def _information(p: float, against: Any) -> Floats:

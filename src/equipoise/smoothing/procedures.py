@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 import numpy as np
-from numpy.typing import NDArray
 
-from equipoise.core import InputError, Refused
-from equipoise.smoothing.ramp import Floats
-
-Ints = NDArray[np.int64]
+from equipoise.core import (
+    Floats,
+    InputError,
+    Ints,
+    Mask,
+    Refused,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Partition:
         np.add.at(result, (np.arange(len(values))[:, None], self.labels()), values)
         return result
 
-    def present(self) -> NDArray[np.bool_]:
+    def present(self) -> Mask:
         """(N, B): which of the padded buckets exist."""
         return np.arange(int(self.buckets.max(initial=1)))[None, :] < self.buckets[:, None]
 

@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from equipoise.core import InputError, as_upper
-from equipoise.smoothing.ramp import Floats, quantile, ramp_quantile
+from equipoise.core import (
+    Floats,
+    InputError,
+    as_upper,
+)
+from equipoise.smoothing.ramp import (
+    quantile,
+    ramp_quantile,
+)
 
 _DOWN = 1 - 2.0**-49
 _LARGEST = 1e300  # radii of larger noise may be no floats
@@ -83,8 +90,8 @@ def radius_multi_lipschitz(
         return radius_multi(p1, p2, sigma)
     a = _width(lipschitz, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
-    low = ramp_quantile(p1, finite, "low")[0]
-    up = ramp_quantile(p2, finite, "up")[1]
+    low = ramp_quantile(p1, finite)[0]
+    up = ramp_quantile(p2, finite)[1]
     ramp = np.maximum(_half_gap(low, up, sigma), radius_multi(p1, p2, sigma))
     # constant scores: p1 > p2 holds everywhere or nowhere
     return np.where(np.isinf(a), np.where(p1 > p2, np.inf, 0.0), ramp)
@@ -106,7 +113,7 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     constant = _constant(lipschitz)
     a = _width(constant, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
-    ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
+    ramp = np.maximum(_times(sigma, ramp_quantile(p, finite)[0]), radius_mono(p, sigma))
     return np.where(np.isinf(a), np.where(p > 0.5, np.inf, 0.0), ramp)
 
 

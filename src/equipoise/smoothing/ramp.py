@@ -13,21 +13,18 @@ Model of the special functions: `ndtr`, `ndtri`, `exp` of scipy and numpy are ta
 """
 
 import math
-from functools import lru_cache
-from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri
 
-Floats = NDArray[np.float64]
+from equipoise.core import Floats
 
 _EPS = 2.0**-48  # relative error allowed to a special function, times (1 + x²) in the tail
 _ROUND = 2.0**-50  # a handful of rounded operations
 _THIN = 0.01  # below this width J(x) − J(x − a) cancels and the series is used
 _TINY = 1e-290  # probabilities below are replaced by this one (lower end) or by 0 (upper end)
 _BLOCK = 1 << 13
-_TABLED = 4096  # from here on a table of starts pays for itself
 _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 
 
@@ -46,20 +43,16 @@ def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
     return np.where(np.isinf(z), z, low), np.where(np.isinf(z), z, up)
 
 
-def ramp_quantile(
-    p: ArrayLike, width: ArrayLike, side: Literal["both", "low", "up"] = "both"
-) -> tuple[Floats, Floats]:
+def ramp_quantile(p: ArrayLike, width: ArrayLike) -> tuple[Floats, Floats]:
     """`lower ≤ H_a⁻¹(p) ≤ upper` for p in [0, 1] and ramp width `a = 1/(L·σ) ≥ 0`; infinite at p = 0 and p = 1.
 
     The root comes from Halley steps; its two certified sides come from one more evaluation and two facts: left of
     the centre H is convex, so Newton's step on H never passes the root, and H is log-concave (a convolution of
     log-concave functions), so Newton's step on log H always does. The error of the evaluation is added to both.
-    `side="low"` or `"up"` asks for one end only: the other one may come back as ∓∞, which is cheaper.
 
     Args:
         p: values in [0, 1].
         width: `a = 1/(L·σ)`.
-        side: which end is needed.
 
     >>> low, up = ramp_quantile([0.9, 0.1], 2.0)
     >>> [round(float(v), 6) for v in low]
@@ -76,35 +69,31 @@ def ramp_quantile(
     with np.errstate(all="ignore"):
         for start in range(0, p.size, _BLOCK):
             part = slice(start, start + _BLOCK)
-            low[part], up[part] = _block(p[part], a[part], side)
+            low[part], up[part] = _block(p[part], a[part])
     return low.reshape(shape), up.reshape(shape)
 
 
-def _block(p: Floats, a: Floats, side: str) -> tuple[Floats, Floats]:
+def _block(p: Floats, a: Floats) -> tuple[Floats, Floats]:
     q = np.minimum(p, 1 - p)  # 1 − p is exact for p ≥ ½
     right = p > 0.5
-    # the lower end of the quantile needs the upper end of the depth only left of the centre, and vice versa
-    far = side == "both" or not bool(right.all() if side == "low" else not right.any())
-    low, up = _depth(np.maximum(q, _TINY), a, far)
+    low, up = _depth(np.maximum(q, _TINY), a)
     low[q <= 0] = np.inf
     up[q < _TINY] = np.inf
     return np.where(right, low, -up), np.where(right, up, -low)
 
 
-def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
-    """Bracket of `m ≥ 0` with `H_a(−m) = q` for q in (0, ½]; the upper end only if asked for, else ∞."""
+def _depth(q: Floats, a: Floats) -> tuple[Floats, Floats]:
+    """Bracket of `m ≥ 0` with `H_a(−m) = q` for q in (0, ½]."""
     z = -ndtri(q)
     z_low = np.maximum(z * (1 - _EPS), 0.0)
     z_up = z * (1 + _EPS)
     half = a / 2
     floor = z_low
     ceiling = z_up + half
-    same = q.size >= _TABLED and a[0] > _THIN and bool((a == a[0]).all())
-    start = _tabled(float(a[0]), z) if same else _guess(q, z, a)
-    x = np.minimum(np.maximum(half - start, half - ceiling), half - floor)
-    log_q = np.log(q) if not same else q
+    x = np.minimum(np.maximum(half - _guess(q, z, a), half - ceiling), half - floor)
+    log_q = np.log(q)
     # Halley on log H: nearly a parabola in the tail and nearly a line at the centre
-    for _ in range(0 if same else 2):
+    for _ in range(2):
         h, slope, bend, _ = _tail(x, a, False)
         rise = slope / h
         f = np.log(h) - log_q
@@ -122,8 +111,6 @@ def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     low[wrong] = z_low[wrong]
     centre = q >= 0.5
     low[centre] = 0.0
-    if not far:
-        return low, np.full_like(low, np.inf)
     above = np.log1p((k + error) / q) * h / slope
     up = (
         (half - x)
@@ -137,29 +124,6 @@ def _depth(q: Floats, a: Floats, far: bool) -> tuple[Floats, Floats]:
     up[wrong] = ceiling[wrong]
     up[centre] = 0.0
     return low, up
-
-
-def _tabled(a: float, z: Floats) -> Floats:
-    """The depth of one width by interpolation between nodes that were solved for: a start, which certifies nothing."""
-    step, nodes, bends = _nodes(a)
-    place = np.minimum(z / step, len(nodes) - 1.001)
-    k = place.astype(np.int64)
-    t = place - k
-    left = nodes[k]
-    right = nodes[k + 1]
-    return left + t * (right - left) - 0.5 * t * (1 - t) * bends[k]
-
-
-@lru_cache(maxsize=64)
-def _nodes(a: float) -> tuple[float, Floats, Floats]:
-    """Depths at equally spaced quantiles of the normal law up to 38 σ, and their second differences."""
-    z = np.linspace(0.0, 38.0, 3801)
-    q = np.maximum(ndtr(-z), _TINY)
-    depth = _depth(q, np.full_like(q, a), False)[0]
-    bend = np.zeros_like(depth)
-    bend[1:-1] = depth[2:] - 2 * depth[1:-1] + depth[:-2]
-    bend[0] = bend[1]
-    return float(z[1]), depth, bend
 
 
 def _guess(q: Floats, z: Floats, a: Floats) -> Floats:

@@ -13,12 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, as_upper
-from equipoise.core.checks import POSITIVE, describe, require_number, require_one_of
+from equipoise.core import (
+    POSITIVE,
+    Floats,
+    InputError,
+    as_upper,
+    describe,
+    require_number,
+    require_one_of,
+)
 from equipoise.smoothing.bounds import Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, find_procedure
-from equipoise.smoothing.ramp import Floats
 
 MapName = Literal["softmax", "sparsemax", "hardmax"]
 _UP = 1 + 2.0**-49  # a handful of rounded operations
@@ -229,10 +235,10 @@ def choose_map(
         )
     candidates = list(map_grid() if grid is None else grid)
     noise = Gaussian(sigma)
-    hoped = np.stack(
-        [plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in candidates]
+    expected = np.stack(
+        [plan_map(m, logits, procedure, n, noise, alpha, lipschitz).expected for m in candidates]
     )
     if per_input:
-        return [candidates[k] for k in hoped.argmax(axis=0)]
-    finite = np.clip(hoped, 0, 1e6 * sigma)
+        return [candidates[k] for k in expected.argmax(axis=0)]
+    finite = np.clip(expected, 0, 1e6 * sigma)
     return [candidates[int(finite.mean(axis=1).argmax())]] * len(logits)

@@ -5,15 +5,17 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import Refused
-from equipoise.core.checks import require_type
+from equipoise.core import Ints, Refused, require_number, require_type
 from equipoise.smoothing.certificates import Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
-from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined
+from equipoise.smoothing.derive import Setting, Votes, derive, joined
 from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.noise import Stream
 from equipoise.smoothing.planning import TargetTest
-from equipoise.smoothing.procedures import DEFAULT, Ints, find_procedure
+from equipoise.smoothing.procedures import (
+    DEFAULT,
+    find_procedure,
+)
 from equipoise.smoothing.radii import radius_multi
 
 Verdict = Literal["certified", "hopeless", "undecided"]
@@ -58,7 +60,7 @@ def certify_adaptive(
     row = find_procedure(procedure)
     spec = classifier.noise_spec(x)
     setting = spec.setting(alpha, f"the majority vote of the network under {spec}")
-    epsilon = target_radius + setting.distance
+    epsilon = require_number(target_radius, "target_radius", least=0) + setting.distance
     parts = []
     verdicts = []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
@@ -77,8 +79,9 @@ def certify_adaptive(
             verdict = _verdict(test, votes, draws, epsilon, setting)
             if verdict != "undecided":
                 break
-        stopped = Votes(selection[None], counts[None].astype(np.float64), np.array([float(draws)]))
-        parts.append(([k], derive(Stopped(stopped, target_radius), row, setting)))
+        estimation = counts[None].astype(np.float64)
+        sample = Votes(selection[None], estimation, np.array([float(draws)]), target_radius)
+        parts.append(([k], derive(sample, row, setting)))
         verdicts.append(verdict)
     whole = joined(parts, len(x), "adaptive", setting)
     whole.details.update(verdicts=verdicts, target_radius=target_radius)

@@ -22,23 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import (
+from equipoise.core import (
     CLASS_NUMBERS,
+    InputError,
+    Ints,
     describe,
+    gamma,
+    inflate,
     require_counts,
     require_labels,
     require_number,
     require_tensor,
     require_type,
+    row_lengths,
 )
-from equipoise.core.errors import InputError
-from equipoise.core.precision import gamma, inflate, row_lengths
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.derive import certify_counts
 from equipoise.smoothing.margins import margin_radius
 from equipoise.smoothing.noise import Stream, philox
-from equipoise.smoothing.procedures import Ints
 
 
 def certified_substitutions(
@@ -78,7 +80,8 @@ def substitutions_within(radius: Tensor, tokens: Tensor, table: Tensor) -> Tenso
     """
     rows = require_tensor(table, "table", dims=2).detach().double().cpu()
     require_type(tokens, Tensor, "tokens")
-    if tokens.dim() != 2 or tokens.dtype not in CLASS_NUMBERS or len(tokens) != len(radius):
+    fits = tokens.dim() == 2 and tokens.dtype in CLASS_NUMBERS and tokens.numel() > 0
+    if not fits or len(tokens) != len(radius):
         raise InputError(f"tokens must be (N, T) row numbers of the table, got {describe(tokens)}")
     require_labels(tokens.flatten(), tokens.numel(), len(rows))
     # a uint8 tensor would be taken for a mask
@@ -136,7 +139,6 @@ class _Ablated(SmoothedClassifier):
 
     kept: int
     hidden: float
-    dtype = torch.bool  # of the buffer
 
     def _law(self, x: Tensor) -> Any:
         return self
@@ -176,8 +178,8 @@ class AblatedClassifier:
     ...         positive = tokens.sum(1) > 0
     ...         return torch.stack([~positive, positive], 1).double()
     >>> classifier = AblatedClassifier(Positive().eval(), kept=5, num_classes=2, seed=0)
-    >>> found = classifier.certify(torch.ones(1, 100, dtype=torch.long))
-    >>> found.prediction.tolist(), found.substitutions.tolist()
+    >>> certificates = classifier.certify(torch.ones(1, 100, dtype=torch.long))
+    >>> certificates.prediction.tolist(), certificates.substitutions.tolist()
     ([1], [12])
     """
 
@@ -192,7 +194,7 @@ class AblatedClassifier:
     ) -> None:
         self.sampler = _Ablated(model, 1.0, num_classes, **sampling)
         self.sampler.kept = kept
-        self.sampler.hidden = hidden
+        self.sampler.hidden = require_number(hidden, "hidden")
 
     def certify(
         self,

@@ -6,7 +6,7 @@ without arguments that returns a tuple of `Check`.
 
 from importlib.metadata import entry_points
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.lipschitz.attack import attack
 from equipoise.testing import networks, norms
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core import EquipoiseError, InputError
 
 #: the reference is an SVD in float64, which rounds too: a bracket end counts as wrong only beyond this relative distance.
 #: LAPACK's error is a modest multiple of n·2⁻⁵³, about 1e-14 for the sizes used here.

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core.errors import InputError, one_line
+from equipoise.core import (
+    InputError,
+    one_line,
+    optional,
+)
 from equipoise.core.files import resolve
 from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead
-from equipoise.train.config import Data, Document, Model, Optimizer, fill_in
+from equipoise.train.config import Data, Model, Optimizer, Plain, fill_in
 from equipoise.train.processes import generator
 
-_OPTIMIZERS: Document = {
+_OPTIMIZERS: Plain = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -134,7 +138,7 @@ def _load(data: Data, split: str, like: Any = None) -> Any:
     return source
 
 
-def build_model(model: Model, source: Any) -> tuple[nn.Module, Document]:
+def build_model(model: Model, source: Any) -> tuple[nn.Module, Plain]:
     """The network and the arguments it was made with, tried on an example of the data.
 
     `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
@@ -185,7 +189,7 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
         )
 
 
-def _facts(source: Any) -> Document:
+def _facts(source: Any) -> Plain:
     """What the data say about the network; inputs are (channels, …) or (features,)."""
     first, *size = shape = list(source.input_shape)
     facts = {"num_classes": source.num_classes, "input_shape": shape}
@@ -207,26 +211,21 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     trained = [p for p in trained if all(p is not other for other in turned)]
     spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
     decayed = [p for p in trained if all(p is not other for other in spared)]
-    groups: list[Document] = [
+    groups: list[Plain] = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
         {"params": spared, "weight_decay": 0.0},
     ]
     if turned:
         groups.append({"params": turned, "orthonormal": True})
-    kind: Any = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
+    kind = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
     accepted = inspect.signature(kind).parameters
-    options: Document = {
+    options: Plain = {
         name: getattr(optimizer, name)
         for name in ("lr", "momentum", "nesterov", "betas")
         if name in accepted
     }
     if optimizer.two_steps:
-        try:
-            from pytorch_optimizer import SAM
-        except ImportError as error:
-            raise InputError(
-                f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'"
-            ) from error
+        SAM = optional("pytorch_optimizer", "train").SAM
         return SAM(groups, kind, optimizer.rho, optimizer.kind == "asam", **options)
     built: torch.optim.Optimizer = kind(groups, **options)
     return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)

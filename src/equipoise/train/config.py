@@ -29,12 +29,12 @@ from pydantic import (
 )
 
 from equipoise.checkpoints.builders import registered
-from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
+from equipoise.core import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import SPEC, explain, read_bounded, resolve
 from equipoise.data.dataset import Layout
 
 #: plain data, as JSON and YAML hold it
-Document = dict[str, Any]
+Plain = dict[str, Any]
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -63,7 +63,7 @@ class Choice(BaseModel):
     kind: str
 
     @property
-    def arguments(self) -> Document:
+    def arguments(self) -> Plain:
         """The arguments beside `kind`."""
         return dict(self.model_extra or {})
 
@@ -77,7 +77,7 @@ class Model(Part):
     """`factory(**arguments)` makes the network; `weights` (safetensors) start it."""
 
     factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    arguments: Document = {}
+    arguments: Plain = {}
     weights: str | None = None
 
 
@@ -201,7 +201,7 @@ class Recipe(Part):
     metrics: Metrics = Metrics()
     checkpoint_steps: AtLeastOne | None = None
 
-    def to_dict(self) -> Document:
+    def to_dict(self) -> Plain:
         """Plain JSON data, defaults included; infinite numbers are the text "Infinity", which is read as a number again."""
         return json.loads(self.model_dump_json())
 
@@ -268,7 +268,7 @@ def read_recipe(
     """
     where = "the recipe"
     if isinstance(source, Recipe):
-        document: Any = source.model_dump(exclude_unset=True)
+        document = source.model_dump(exclude_unset=True)
     elif isinstance(source, Mapping):
         document = dict(source)
     else:
@@ -345,7 +345,7 @@ def parse(text: str | bytes, where: str) -> Any:
         raise InputError(f"{place} is not YAML: {reason[:160]}") from error
 
 
-def _extend(document: Document, where: str) -> Document:
+def _extend(document: Plain, where: str) -> Plain:
     """A recipe that `extends` a bundled one, written out; description and published figures are not inherited."""
     if "extends" not in document:
         return document
@@ -360,7 +360,7 @@ def _extend(document: Document, where: str) -> Document:
     return _merge(base, {key: value for key, value in document.items() if key != "extends"})
 
 
-def _merge(base: Document, new: Document) -> Document:
+def _merge(base: Plain, new: Plain) -> Plain:
     """Parts are merged key by key; a part of another `kind` replaces the old one."""
     merged = dict(base)
     for key, value in new.items():
@@ -390,7 +390,7 @@ def _code_names(value: Any, key: str = "") -> Any:
             yield text
 
 
-def _override(document: Document, item: str) -> Document:
+def _override(document: Plain, item: str) -> Plain:
     """A copy of the document with `a.b=value` set; the value is YAML."""
     key, equals, text = item.partition("=")
     path = key.strip().split(".")

@@ -20,8 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from equipoise.checkpoints import tensor_bytes
-from equipoise.core import files
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, files
 from equipoise.core.files import (
     Count,
     Digest,
@@ -31,11 +30,11 @@ from equipoise.core.files import (
     open_weights,
     read_json,
 )
-from equipoise.train.config import Document
+from equipoise.train.config import Plain
 
 STATE = "state/state.safetensors"
 #: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
-State = dict[str, Document]
+State = dict[str, Plain]
 
 
 class Position(files.Document):
@@ -44,7 +43,7 @@ class Position(files.Document):
     epoch: Count
     batch: Count
     step: Count
-    history: list[Document]
+    history: list[Plain]
     plain: dict[str, bool | int | float | str | None] = Field(default={})
 
 
@@ -70,7 +69,7 @@ def claim(
     busy = f"another process trains in {folder}: wait for it, or choose another --run-dir"
     stack.enter_context(locked(folder / ".lock", busy))
     if path.exists():
-        stored: Any = read_json(path)
+        stored = read_json(path)
         changed = [key for key, value in document.items() if stored.get(key) != value]
         if changed:
             listed = "; ".join(f"{key}: {stored.get(key)} → {document[key]}" for key in changed)
@@ -98,7 +97,7 @@ def save_state(folder: Path, state: State, position: Position) -> None:
     atomic_write(folder / STATE, tensor_bytes(tensors, metadata))
 
 
-def write_metrics(folder: Path, history: list[Document]) -> None:
+def write_metrics(folder: Path, history: list[Plain]) -> None:
     """Replace `metrics.jsonl`.
 
     Args:

@@ -20,13 +20,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides, one_line
 from equipoise.core.files import atomic_write
-from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, require_fit
-from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
+from equipoise.train.config import Plain, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Position, State, claim, save_state, write_metrics
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
@@ -65,13 +64,13 @@ class Result:
 
     recipe: Recipe
     model: nn.Module = field(repr=False)
-    history: list[Document] = field(repr=False)
-    final: Document
+    history: list[Plain] = field(repr=False)
+    final: Plain
     seconds: float
     folder: Path | None = None
     finished: bool = True
 
-    def to_dict(self) -> Document:
+    def to_dict(self) -> Plain:
         """Plain data: the last figures and where the network is."""
         folder = None if self.folder is None else str(self.folder)
         times = {"seconds": round(self.seconds, 3), "finished": self.finished}
@@ -149,7 +148,7 @@ def step_seconds(
     return min(seconds[1:])
 
 
-def plan_recipe(recipe: Recipe, model: nn.Module | None = None) -> Document:
+def plan_recipe(recipe: Recipe, model: nn.Module | None = None) -> Plain:
     """What training would cost on this machine: the number of steps, and the processor time of one.
 
     Args:
@@ -237,7 +236,7 @@ class Training:
 
         self.epoch = self.batch = self.step = 0
         self.totals = Totals()
-        self.history: list[Document] = []
+        self.history: list[Plain] = []
 
     @property
     def measured(self) -> nn.Module:
@@ -245,7 +244,7 @@ class Training:
         return self.model if self.average is None else self.average.module
 
     @property
-    def stateful(self) -> Document:
+    def stateful(self) -> Plain:
         """What has a `state_dict` of tensors, by its name in a checkpoint."""
         items = {"model": self.model, "average": self.average}
         terms = [*self.penalties, *self.projections]
@@ -328,7 +327,7 @@ class Training:
 
 def _train(
     run: Training, folder: Path | None, deadline: float, stack: contextlib.ExitStack
-) -> Document:
+) -> Plain:
     """All epochs that are left, or until the deadline, then the finished network; the last figures."""
     if folder is not None:
         _resume(run, folder, stack)
@@ -383,7 +382,7 @@ def _require_finite(run: Training) -> None:
         )
 
 
-def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
+def _measure(run: Training, last: bool) -> tuple[Plain, Certified | None]:
     """The figures of the network as it is, all of them if they are the last; and its bound."""
     metrics = run.recipe.metrics
     model = run.measured
@@ -392,7 +391,7 @@ def _measure(run: Training, last: bool) -> tuple[Document, Certified | None]:
             distributed.broadcast(buffer, 0)
     model.eval()
     lr = run.optimizer.param_groups[0]["lr"]
-    row: Document = {"epoch": run.epoch, "step": run.step, "lr": lr}
+    row: Plain = {"epoch": run.epoch, "step": run.step, "lr": lr}
     certified = None
     due = last or (metrics.bound_every and run.epoch % metrics.bound_every == 0)
     if metrics.bound and due:
@@ -466,7 +465,7 @@ def _restore(run: Training, state: State, position: Position) -> None:
         run.totals.pairs[name] = pair.to(run.device) * (rank() == 0)
 
 
-def _write_network(run: Training, folder: Path, row: Document, certified: Certified | None) -> None:
+def _write_network(run: Training, folder: Path, row: Plain, certified: Certified | None) -> None:
     """Write the network where `equipoise audit` finds it, with certificate and model card."""
     recipe = run.recipe
     model = run.measured.eval()

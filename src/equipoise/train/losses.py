@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.nn import losses
 from equipoise.nn.wrappers import ending, known_constant
 from equipoise.regularizers import noise

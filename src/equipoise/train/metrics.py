@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.accuracy import certified_at
-from equipoise.core.errors import Refused
-from equipoise.train.config import Document, Metrics
+from equipoise.core import Refused, certified_at
+from equipoise.train.config import Metrics, Plain
 from equipoise.train.losses import Classification, Task
 from equipoise.train.processes import from_all, rank, world
 
@@ -106,7 +105,7 @@ def evaluate(
     device: torch.device,
     metrics: Metrics,
     certified: Certified | None = None,
-) -> Document:
+) -> Plain:
     """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants.
 
     Guarantee: the certificate is about the ball of radius ε around each input, in ℓ2, for the real function of the stored
@@ -140,7 +139,7 @@ def evaluate(
                 count = certified_at(radii, radii > 0, epsilon).sum()
                 totals.add(f"certified/{float(epsilon)}", count, len(y))
     means = totals.means()
-    figures: Document = {name: means[name] for name in ("loss", *task.metrics)}
+    figures: Plain = {name: means[name] for name in ("loss", *task.metrics)}
     if certified is not None and metrics.epsilons:
         shares = {str(float(e)): means[f"certified/{float(e)}"] for e in metrics.epsilons}
         figures["certified_accuracy"] = shares

@@ -10,19 +10,18 @@ import torch
 
 from equipoise.checkpoints import load_model
 from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, deflate
 from equipoise.core.files import atomic_write, read_json
-from equipoise.core.precision import deflate
 from equipoise.nn.models import MODELS
 from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import Part, build_data, require_fit
-from equipoise.train.config import Document, Recipe, read_recipe
+from equipoise.train.config import Plain, Recipe, read_recipe
 from equipoise.train.loop import Report, Result, plan_recipe, run_recipe
 from equipoise.train.losses import LOSSES
 from equipoise.train.metrics import certified_bound, evaluate
 
 #: how to train unless a recipe says otherwise
-_DEFAULT: Document = {
+_DEFAULT: Plain = {
     "loss": {"kind": "lmt", "epsilon": 0.35, "start": 0.05, "temperature": 0.125, "lipschitz": 1.0},
     "optimizer": {"kind": "nadam", "lr": 2e-3, "clip": 3.0},
     "schedule": {"kind": "one-cycle"},
@@ -39,7 +38,7 @@ class Robustified:
     before: Mapping[str, Any]
     after: Mapping[str, Any]
 
-    def to_dict(self) -> Document:
+    def to_dict(self) -> Plain:
         """Plain data."""
         modules = [vars(row) for row in self.conversion.rows]
         name = self.result.recipe.name
@@ -97,7 +96,7 @@ def robustify(
     return robustified
 
 
-def plan_robustify(source: str | Path, **task: Any) -> Document:
+def plan_robustify(source: str | Path, **task: Any) -> Plain:
     """What `robustify` would cost on this machine, as `plan_recipe` says it; nothing is trained.
 
     Args:
@@ -127,7 +126,7 @@ def _prepare(
     default = {**_DEFAULT, "data": {"path": data}, "name": name}
     document = default if recipe is None else read_recipe(recipe).to_dict()
     # wide dense layers cost less
-    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}
+    options: Plain = {"side": "smaller"} if method in ("sr", "aol") else {}
     document["model"] = _converted(Path(source), method, options)
     checked = read_recipe(document, changes)
 
@@ -143,7 +142,7 @@ def _prepare(
     return checked, part, model, net
 
 
-def _converted(source: Path, method: str, options: Document) -> Document:
+def _converted(source: Path, method: str, options: Plain) -> Plain:
     """The recipe's model: for a checkpoint of a builder of `nn.models` the same builder, converted, else where it comes from."""
     config = read_json(source / "config.json") if source.is_dir() else {}
     name = str(config.get("factory")).removeprefix("equipoise.nn.models:")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, did_you_mean
+from equipoise.core import InputError, did_you_mean
 from equipoise.core.files import resolve
 from equipoise.data import augment
 from equipoise.optim import SpectralGuard
@@ -191,7 +191,7 @@ def guard(
     """
     options = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
-        own: Any = getattr(context.model, "radii", None)
+        own = getattr(context.model, "radii", None)
         if own is None:
             raise InputError(
                 "guard: say the radius; this model has no method radii(tolerance) of its own"

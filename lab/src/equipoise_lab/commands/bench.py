@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from equipoise_lab.bench.norms import Section
 
 bench = typer.Typer(
-    help="Speed and tightness beside the alternatives.",
+    help="Measure speed and tightness beside the alternatives.",
     no_args_is_help=True,
 )
 
 
 @bench.callback()
 def _bench() -> None:
-    """Speed and tightness beside the alternatives."""
+    """Measure speed and tightness beside the alternatives."""
 
 
 @bench.command()
@@ -42,10 +42,10 @@ def norms(
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Spectral norms: SVD of all frequencies, plain Gram iteration, Ryu, matrix_norm, ARPACK.
+    """Time spectral norms beside SVD, power iteration and ARPACK.
 
     Convolutions of a ResNet-18 (real kernels where EQUIPOISE_DATA holds them, and
-    Gaussian ones), dense matrices, growing inputs, and the memory of the gradient.
+    Gaussian ones), dense matrices, growing inputs, the memory of the gradient.
 
     Examples:
 
@@ -95,7 +95,7 @@ def smoothing(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Randomized smoothing: certification against a plain loop, radii against Φ⁻¹.
+    """Time certification by smoothing beside a plain loop.
 
     Example:
 
@@ -108,7 +108,7 @@ def smoothing(
 
 @bench.command()
 def lipschitz(as_json: Json = False) -> None:
-    """Network bounds: an audit against forward passes, the product bound against power iteration.
+    """Time audits, and compare bounds with power iteration.
 
     The rows on trained CIFAR ResNets need their weights (EQUIPOISE_DATA).
 
@@ -130,10 +130,12 @@ def verification(
     radii: Annotated[bool, typer.Option(help="Compare largest radii with α-CROWN.")] = False,
     as_json: Json = False,
 ) -> None:
-    """ℓ2 robustness of the SDP-CROWN release's networks at their radii: proved, and not broken by an attack.
+    """Prove and attack the networks of the SDP-CROWN release.
 
-    With --radii, the largest radius beside α-CROWN in its place, where `auto_LiRPA` is
-    installed. Needs the folder l2-verification in EQUIPOISE_DATA, and mnist-6x100 with --radii.
+    ℓ2 robustness at the radii of the release: proved, and not broken by attacks.
+
+    With --radii, the largest radius beside that of α-CROWN, where `auto_LiRPA` is
+    installed. Needs l2-verification in EQUIPOISE_DATA; --radii needs mnist-6x100.
 
     Examples:
 
@@ -158,7 +160,7 @@ def bundles(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of training.")] = 60,
     as_json: Json = False,
 ) -> None:
-    """Bundles of dense networks in exact integers, beside the rule of the certifier verified in Dafny.
+    """Check dense bundles in exact integers, beside a Dafny rule.
 
     Trains two networks of its shapes. Needs fashion_mnist.npz in EQUIPOISE_DATA.
 
@@ -189,9 +191,10 @@ def layers(
     ] = 5,
     as_json: Json = False,
 ) -> None:
-    """1-Lipschitz layers: training step and exported evaluation against nn.Conv2d, and conditioning.
+    """Time 1-Lipschitz layers beside nn.Conv2d.
 
-    64→64 3×3 on 32×32, batch 32; beside orthogonium and deel-torchlip where they are installed.
+    64→64 channels, 3×3, on 32×32 pixels, batch 32; beside orthogonium and
+    deel-torchlip where they are installed.
 
     Examples:
 
@@ -213,7 +216,7 @@ def training(
     ] = 3,
     as_json: Json = False,
 ) -> None:
-    """Training: a step with spectral regularisation or activation decay against the plain step, and memory.
+    """Time regularized training steps beside the plain step.
 
     Example:
 
@@ -229,7 +232,7 @@ def runs(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Certification runs: the engine against the bare classifier, reading 10,000 stored inputs, Ray workers.
+    """Time runs, stored inputs and Ray workers.
 
     Example:
 
@@ -264,7 +267,7 @@ def everything(
         bool, typer.Option("--markdown", help="Print the table of the documentation.")
     ] = False,
 ) -> None:
-    """Every ratio with its quartiles over the rounds, to be stored and compared.
+    """Measure every ratio, with quartiles over the rounds.
 
     Examples:
 
@@ -297,7 +300,7 @@ def merge(
         Path | None, typer.Option("--json", help="Store the joined document in this file.")
     ] = None,
 ) -> None:
-    """Runs of parts (`--only`) as one document, and its table; later measurements replace earlier ones.
+    """Join stored runs of parts (`--only`); later ones count.
 
     Example:
 
@@ -318,7 +321,9 @@ def compare(
     after: Annotated[Path, typer.Argument(help="Another one.")],
     as_json: Json = False,
 ) -> None:
-    """Two stored runs side by side: a difference is called one where the quartiles of the ratios do not meet.
+    """Compare two stored runs.
+
+    A difference is reported where the quartiles of the ratios do not overlap.
 
     Example:
 
@@ -350,11 +355,11 @@ def states(
     only: Annotated[str, typer.Option(help="Part of a case's name.")] = "",
     as_json: Json = False,
 ) -> None:
-    """This checkout against another one, in processor time: what a change made faster or slower.
+    """Compare this checkout with another one, in processor time.
 
     Example:
 
-      git worktree add --detach ../before HEAD~1 && equipoise bench states ../before
+      equipoise bench states ../before
     """
     import equipoise
     from equipoise_lab.bench.norms import Section
@@ -376,7 +381,7 @@ def growth(
     quick: Annotated[bool, typer.Option("--quick", help="Two tiny values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """How the cost grows with one size, with its exponent.
+    """Measure how the cost grows with one size.
 
     Examples:
 

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 def reproduce(
     identifiers: Annotated[
         list[str] | None,
-        typer.Argument(help='identifiers or places ("Table 5.1") as --list shows them'),
+        typer.Argument(help='names or places ("Table 5.1"), as --list shows them'),
     ] = None,
     list_all: Annotated[
         bool,
-        typer.Option(
-            "--list", help="show every experiment with its place, claim and stored verdict"
-        ),
+        typer.Option("--list", help="list the experiments with place, claim and stored verdict"),
     ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="run every experiment, keeping stored results")
@@ -35,40 +33,41 @@ def reproduce(
     scale: Annotated[
         str,
         typer.Option(
-            help="laptop: minutes; desk: up to forty minutes each; paper: the thesis' settings"
+            help="run at laptop (minutes), desk (up to forty minutes each) or paper scale (the thesis' settings)"
         ),
     ] = "laptop",
-    seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
+    seed: Annotated[int, typer.Option(help="seed everything random")] = 0,
     data: Annotated[
-        Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")
+        Path | None, typer.Option(help="read data files from here; default: EQUIPOISE_DATA")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")
+        Path, typer.Option("--out", "-o", help="write a folder per experiment below this one")
     ] = Path("results"),
     again: Annotated[
         bool, typer.Option("--again", help="run even if a result with these settings is stored")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing"),
+        typer.Option(
+            "--dry-run", help="build everything, take two steps of every loop, write nothing"
+        ),
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option(
-            "--plan", help="say what would run, with which settings and data; run nothing"
-        ),
+        typer.Option("--plan", help="print what would run, with settings and data, and stop"),
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
+    device: Annotated[str, typer.Option(help="run on cpu, cuda or mps")] = "cpu",
     page: Annotated[
         Path | None,
-        typer.Option(help="write a page of the stored results to this file; run nothing"),
+        typer.Option(help="write a page of the stored results and stop"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Reproduce a table or figure of the thesis. Its claim is compared with what is measured here.
+    """Reproduce tables and figures of the thesis, with verdicts.
 
-    Each result is a folder with result.json, rows.parquet, figure.svg and figure.png; --all adds summary.md.
-    A result with the same settings, scale and seed is not measured again, so a stopped run goes on where it was.
+    Each result is a folder with result.json, rows.parquet, figure.svg and
+    figure.png; --all adds summary.md. A result with the same settings, scale and
+    seed is not measured again, so a stopped run continues where it was.
 
     Examples:
 

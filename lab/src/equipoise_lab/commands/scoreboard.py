@@ -16,54 +16,49 @@ if TYPE_CHECKING:
 
 def scoreboard(
     data: Annotated[
-        str, typer.Option(help="digits, or a file or folder, here or in EQUIPOISE_DATA.")
+        str, typer.Option(help="train on digits, or on a file or folder, here or in EQUIPOISE_DATA")
     ] = "digits",
     minutes: Annotated[
-        float, typer.Option(help="Processor minutes of training for every cell.")
+        float, typer.Option(help="train every cell for so many processor minutes")
     ] = 1.0,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the cells and the result.")
+        Path, typer.Option("--out", "-o", help="write cells and result into this folder")
     ] = Path("scoreboard"),
     families: Annotated[
         str,
         typer.Option(
-            help="Families, separated by commas; `all` are those of equipoise, peers by name."
+            help="compare these families, separated by commas; all: those of equipoise, without peers"
         ),
     ] = "all",
-    losses: Annotated[
-        str, typer.Option(help="Losses for every family, separated by commas.")
-    ] = "lmt",
-    all_losses: Annotated[str, typer.Option(help="Families that are played with every loss.")] = "",
-    seeds: Annotated[int, typer.Option(help="Seeds of every cell.")] = 1,
+    losses: Annotated[str, typer.Option(help="train every family with these losses")] = "lmt",
+    all_losses: Annotated[str, typer.Option(help="train these families with every loss")] = "",
+    seeds: Annotated[int, typer.Option(help="repeat every cell with so many seeds")] = 1,
     workers: Annotated[
-        int, typer.Option(help="0: one cell after the other; else so many at once, on Ray.")
+        int, typer.Option(help="train so many cells at once, on Ray; 0: one by one")
     ] = 0,
     autoattack: Annotated[
         int,
-        typer.Option(
-            help="So many test inputs are attacked by AutoAttack too, where it is installed."
-        ),
+        typer.Option(help="attack so many test images by AutoAttack too (torchattacks)"),
     ] = 0,
     small: Annotated[
-        bool, typer.Option("--small", help="A network for 8×8 images (digits).")
+        bool, typer.Option("--small", help="use a network for 8×8 images (digits)")
     ] = False,
-    listed: Annotated[
-        bool, typer.Option("--plan", help="Say what would be played, and play nothing.")
-    ] = False,
+    listed: Annotated[bool, typer.Option("--plan", help="list the cells and stop")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare families of 1-Lipschitz layers. Families × losses × seeds, each trained for the same processor time.
+    """Compare 1-Lipschitz layers on one budget of processor time.
 
-    Clean accuracy, accuracy certified by proved bounds (by pairs of classes), accuracy under PGD
-    (and AutoAttack, if you ask for it) and the cost of a step; means over seeds with intervals.
-    Writes OUT/index.html, README.md and scoreboard.json; stopped anywhere, the same command goes
-    on, and another one with the same budget adds its cells.
+    Families × losses × seeds: clean accuracy, accuracy certified by proved bounds
+    (by pairs of classes), accuracy under PGD (and AutoAttack, if asked for) and
+    the cost of a step, as means over seeds with intervals. Writes OUT/index.html,
+    README.md and scoreboard.json. After a stop the same command continues, and
+    another one with the same budget adds its cells.
 
     Examples:
 
       equipoise scoreboard --small --minutes 0.5
-      equipoise scoreboard --data cifar10-full.npz --minutes 20 --all-losses bcop,sll-sr -o board
-      equipoise scoreboard --data cifar10-full.npz --minutes 20 --families bcop,orthogonium-aoc --seeds 3 --plan
+      equipoise scoreboard --data cifar10-full.npz --minutes 20 --seeds 3 --plan
+      equipoise scoreboard --data cifar10-full.npz --minutes 20 --all-losses bcop
     """
     from equipoise.nn.models.lipschitz import families as every
     from equipoise_lab.scoreboard import Budget, plan, play
@@ -93,7 +88,7 @@ def scoreboard(
         emit_json({"budget": board.budget, "cells": board.cells, "out": str(out)})
     else:
         tell(board.markdown())
-        results().print(f"written: {out / 'index.html'}", markup=False)
+        results().print(f"wrote {out / 'index.html'}", markup=False)
     if all("refused" in cell for cell in board.cells):
         raise typer.Exit(1)
 

@@ -13,7 +13,7 @@ from equipoise.attacks import (
     checked_radius,
     inside_ball,
 )
-from equipoise.core.errors import Refused
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import fresh_strides
 
 #: the package that has AutoAttack
@@ -36,7 +36,7 @@ def autoattack(
 
     Args:
         model: in evaluation mode.
-        x: inputs (N, ...) in [0, 1].
+        x: images (N, channels, height, width) in [0, 1].
         y: the answers to break (N,).
         epsilon: radius, one for all.
         batch_size: inputs per call of the package.
@@ -45,9 +45,13 @@ def autoattack(
     radius = checked_radius(x, epsilon)
     with torch.no_grad():
         classes = checked_logits(model, x, y).shape[1]
+    if classes < 4 or x.dim() != 4:
+        raise InputError(
+            f"AutoAttack takes images and at least four classes; got inputs of {x.dim() - 1} axes and {classes} classes"
+        )
     require_autoattack()
     attack = importlib.import_module(PACKAGE).AutoAttack(
-        model, norm="L2", eps=epsilon, version="standard", n_classes=classes
+        model, norm="L2", eps=epsilon, version="standard", n_classes=classes, seed=0
     )
     batches = zip(fresh_strides(x).split(batch_size), y.split(batch_size), strict=True)
     adversarial = torch.cat([attack(*batch) for batch in batches])

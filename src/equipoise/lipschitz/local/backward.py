@@ -29,12 +29,12 @@ from equipoise.lipschitz.local.graph import Activation, Affine, Network
 Norm = Literal["l2", "linf", "l1"]
 #: entries of a batch of rows at the widest node (float64)
 ENTRIES = 30_000_000
-#: differences are sharpened for layers whose rows fit in this many entries
-SHARP = 1_000_000
 _U = 2.0**-53
 _TINY = 1e-290  # more than underflow can take off: a difference that vanishes in float64 is not 0
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
 
+#: what a `Ball` holds of every node
+_NODE = ("centre", "slip", "low", "high", "lip", "total", "spread")
 Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
 #: middle and half-width of every activation's secant slopes
 Slopes = dict[int, tuple[Tensor, Tensor]]
@@ -66,34 +66,10 @@ class Ball:
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
     widths: Tensor | None = field(default=None, repr=False)
 
-    def add(
-        self,
-        centre: Tensor,
-        slip: Tensor,
-        low: Tensor,
-        high: Tensor,
-        lip: Tensor,
-        total: float,
-        spread: Tensor | None,
-    ) -> None:
-        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`).
-
-        Args:
-            centre: the value at x.
-            slip: bound of the error of `centre`.
-            low: lower bounds of the values on the ball.
-            high: upper bounds of the values on the ball.
-            lip: for every entry, a bound of how far it moves per unit of ‖δx‖₂.
-            total: the same bound for the node as a whole, in ℓ2.
-            spread: one number per entry; None for the input.
-        """
-        self.centre.append(centre)
-        self.slip.append(slip)
-        self.low.append(low)
-        self.high.append(high)
-        self.lip.append(lip)
-        self.total.append(total)
-        self.spread.append(spread)
+    def add(self, *known: object) -> None:
+        """What is known of the next node: centre, slip, low, high, lip, total and spread, what rounding costs per unit of |A|."""
+        for name, value in zip(_NODE, known, strict=True):
+            getattr(self, name).append(value)
 
     def narrow(self, k: int, entries: Tensor, bounds: Tensor) -> None:
         """Take over lower bounds of some entries of node k and of their negatives, stacked.
@@ -156,8 +132,6 @@ def enclose_ball(
         if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
             return None
         if k in read:
-            if time.process_time() < deadline:
-                _sharpen(ball, k)
             for bound in bounds:
                 _refine(ball, k, bound, deadline)
     return ball
@@ -266,47 +240,16 @@ def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
         ball.narrow(k, part, bounds(ball, k, torch.cat([unit, -unit])))
 
 
-def _sharpen(ball: Ball, k: int) -> None:
-    """Bound the differences of node k by one linear map and what may switch before it: a product of layers forgets both."""
-    network = ball.network
-    if (
-        ball.norm != "l2"
-        or network.sizes[k] * network.widest > SHARP
-        or not ball.lines
-        or not ball.total[k] > 0
-    ):
-        return
-    slopes = slope_ranges(ball, before=k)
-    moved = torch.zeros(network.sizes[k], dtype=torch.float64)
-
-    def through(i: int, A: Tensor) -> tuple[Tensor, None]:
-        middle, width = slopes[i]
-        moved.add_(A.abs() @ (width * ball.lip[network.activations[i].source]))
-        return A * middle, None
-
-    unit = torch.eye(network.sizes[k], dtype=torch.float64)
-    A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
-    ball.lip[k] = torch.minimum(ball.lip[k], inflate((dual_norm(A, "l2") + moved + error) * _WIDER))
-    ball.total[k] = min(
-        ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER)
-    )
-
-
-def slope_ranges(
-    ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None
-) -> Slopes:
+def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
     Args:
         ball: with all pre-activations enclosed, as far as they are asked for.
         inner: a smaller ball around the same point, in which one of the two inputs lies.
         anchored: one of the two inputs is the centre.
-        before: activations with a larger index are left out.
     """
     found: Slopes = {}
     for k, node in ball.network.activations.items():
-        if before is not None and k > before:
-            break
         s = node.source
         near = (ball.low[s], ball.high[s])
         if anchored:

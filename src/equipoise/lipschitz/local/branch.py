@@ -72,6 +72,11 @@ class Attack:
         claim = rows.expand(STARTS, -1, -1), offset.expand(STARTS, -1)
         return self.descend(self.least(noise), *claim, steps)
 
+    def any_of(self, rows: Tensor) -> Tensor | None:
+        """An input of the ball with `row·f ≤ 0` for one of the rows (rows, outputs); None where none was met."""
+        found = (self.everywhere(row[None], torch.zeros(1, dtype=torch.float64)) for row in rows)
+        return next((point for point in found if point is not None), None)
+
     def descend(self, points: Tensor, rows: Tensor, offset: Tensor, steps: int) -> Tensor | None:
         """The same from given points, each with its own rows (points, rows, outputs) and offsets (points, rows).
 

@@ -31,7 +31,6 @@ from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.multipliers import (
     Reduced,
     best_multipliers,
-    constant_by,
     count_switching,
     reduced_maps,
 )
@@ -77,7 +76,6 @@ class Case:
     balls: dict[float, Ball | None] = field(default_factory=dict, repr=False)
     bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
-    multipliers: dict[tuple[float, float], Tensor | None] = field(default_factory=dict, repr=False)
     failed: float = math.inf  # the least radius at which the relaxation did not prove every margin
     refines: bool = False  # whether intervals refined backward proved what others did not
     # of the ball before, to begin with
@@ -172,25 +170,7 @@ class Case:
                     )
         return self.maps[key]
 
-    def common(self, inner: float, outer: float) -> Tensor | None:
-        """Multipliers for all margins together, divided by their size: far inside the cone, so good for each of them.
-
-        Args:
-            inner: radius of the inner ball; 0 for the centre alone.
-            outer: radius of the outer ball.
-        """
-        key = (inner, outer)
-        if key not in self.multipliers:
-            maps = self.segment(inner, outer)
-            found = None
-            if maps is not None:
-                found = best_multipliers(
-                    maps.divided(self.margins), gap=1.0, deadline=self.deadline
-                )
-            self.multipliers[key] = None if found is None else found.s
-        return self.multipliers[key]
-
-    def constant(self, k: int, inner: float, outer: float, enough: float, rough: bool) -> float:
+    def constant(self, k: int, inner: float, outer: float, enough: float) -> float:
         """Proved L of margin k for pairs between the two balls; infinite where there is none.
 
         Args:
@@ -198,27 +178,22 @@ class Case:
             inner: radius of the inner ball; 0 for the centre alone.
             outer: radius of the outer ball.
             enough: stop as soon as the constant is below this.
-            rough: with the common multipliers instead of its own.
         """
         maps = self.segment(inner, outer)
         if maps is None:
             return math.inf
         own = maps.outputs(torch.tensor([k]))
-        if rough:
-            s = self.common(inner, outer)
-            return math.inf if s is None else constant_by(own, s)
         found = best_multipliers(own, enough=enough, gap=0.05, steps=60, deadline=self.deadline)
         return math.inf if found is None else found.bound
 
 
-def integrate(case: Case, k: int, outer: float, rough: bool = False) -> float:
+def integrate(case: Case, k: int, outer: float) -> float:
     """The largest radius up to `outer` within which margin k is proved positive.
 
     Args:
         case: the input.
         k: index of the margin.
         outer: the largest radius tried.
-        rough: with multipliers of all margins together.
     """
     left = float(case.left(outer, case.margins)[k])
     r = 0.0
@@ -228,7 +203,7 @@ def integrate(case: Case, k: int, outer: float, rough: bool = False) -> float:
         R = outer if share == 1 else deflate(share * outer)
         step = inflate(R - r)
         enough = left * (1 - 1e-6) / step if share == 1 else 0.0
-        L = case.constant(k, r, R, enough, rough)
+        L = case.constant(k, r, R, enough)
         used = inflate(L * step)
         if used >= left:
             return max(r, min(R, (r + left / L * _DOWN) * _DOWN))
@@ -279,7 +254,7 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     """The largest radius found, at least `base`, at which every margin is proved positive, and the rival that limits it.
 
     The rival that the relaxation finds worst comes first, once more with an outermost radius close to what it reached. The
-    others only have to reach as far, most of them with the same multipliers. Whatever time is left, every rival is proved up to
+    others only have to reach as far, and the relaxation proves that of most. Whatever time is left, every rival is proved up to
     the radius returned.
 
     Args:
@@ -298,12 +273,9 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
         more = integrate(case, limiting, again)
         if more > reached:
             reached, outer = more, again
-    for k in order[1:]:
-        if reached <= base:
-            break
-        own = integrate(case, k, outer, rough=True)
-        if own < reached and time.process_time() < case.deadline:
-            own = max(own, integrate(case, k, outer))
+    open_ = [k for k in order[1:] if reached > base and not float(case.shares(reached)[k]) > 0]
+    for k in open_:
+        own = integrate(case, k, outer) if reached > base else 0.0
         if own < reached:
             reached, limiting = own, k
     return max(base, reached), limiting

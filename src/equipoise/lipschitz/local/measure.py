@@ -2,7 +2,7 @@
 
 One engine, three bounds, from cheap to tight; the least counts:
 
-* *boxes* (`enclose`), for every program: local gains layer by layer, neurons that cannot move dropped;
+* *boxes* (`enclose`), for every program: local gains layer by layer;
 * *gradient*, where the network is affine up to pointwise activations and max pooling: with reference slopes s of every
   activation on the ball, secant slopes within w of them, `‖δf‖ ≤ (‖J‖ + Σ_i ‖G_i diag(w_i)‖·L_i)‖δx‖`, J the Jacobian and
   G_i the derivative by activation i of the reference network, L_i a local bound of what enters it;
@@ -28,7 +28,7 @@ from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import Refused
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.capture import as_batch, as_function, capture, run_program
+from equipoise.lipschitz.capture import as_batch, as_function, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.backward import (
@@ -104,7 +104,7 @@ def local_lipschitz(
     >>> b.lower.shape, bool((b.lower <= b.upper).all())
     (torch.Size([4]), True)
 
-    References: Yang et al. 2020 (empirical local Lipschitz constant); Huang et al. 2021 (local bounds by pruning).
+    References: Yang et al. 2020 (empirical local Lipschitz constant).
     """
     x = as_batch(x)
     require_positive(radius=radius, rtol=rtol)
@@ -126,7 +126,7 @@ def local_lipschitz(
         )
     lower, note = torch.zeros_like(upper), ""
     if steps > 0 and bool((upper > 0).any()):
-        values = functools.partial(evaluate, run, cache, engine.rounding)
+        values = Rounding(run, cache).evaluate
         lower, note = lower_ends(as_function(program), values, x, radius, steps, seed)
     if bool((lower > upper).any()):
         raise AssertionError(
@@ -145,7 +145,6 @@ class LocalBound:
     effort: Effort = "auto"
     seconds: float | None = None
     network: Network | None = None
-    rounding: Rounding | None = None
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -165,8 +164,6 @@ class LocalBound:
             engine.network = read_network(run, cache)
         except Unsupported as reason:
             engine.say(f"boxes only: {reason}")
-        with contextlib.suppress(Refused):  # boxes bound the rounding of values then
-            engine.rounding = Rounding(run, cache)
         return engine
 
     @functools.cached_property
@@ -241,32 +238,6 @@ class LocalBound:
         ended = "; the time was up" if time.process_time() > deadline else ""
         self.say(f"multipliers of {n:,} neurons that may switch, {found.steps} steps{ended}")
         return min(best, found.bound)
-
-
-def evaluate(
-    run: Propagation, cache: Cache, rounding: Rounding | None, x: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Values of all outputs in float64, a row per sample, and bounds, entry by entry, of how far the real ones may be off.
-
-    Args:
-        run: of the network.
-        cache: of operator norms.
-        rounding: of its forward pass; without it boxes bound the rounding, by infinity where they do not know it.
-        x: a batch.
-    """
-    with torch.no_grad(), full_precision():
-        if rounding is not None:
-            return rounding.evaluate(x)
-        values, errors = [], []
-        for sample in x:
-            enclosure = enclose(run, sample[None], 1e-300, cache)
-            plain = run_program(run.program, [sample[None].double()], exact=True)
-            for output, value in zip(run.program.outputs, plain, strict=True):
-                box = enclosure[output]
-                # where boxes know nothing, a plain pass without a bound of its rounding
-                values.append((value if box.mid is None else box.mid).double().flatten())
-                errors.append(torch.full_like(values[-1], math.inf if box.mid is None else box.rho))
-    return torch.cat(values).reshape(len(x), -1), torch.cat(errors).reshape(len(x), -1)
 
 
 def gradient_bound(ball: Ball, slopes: Slopes) -> float:

@@ -67,16 +67,6 @@ class Reduced:
         keep = torch.cat([torch.arange(self.switching), self.switching + chosen])
         return Reduced(self.C[keep], self.D[keep], self.slack[keep], self.counts)
 
-    def divided(self, margins: Tensor) -> Reduced:
-        """The same neurons with every output divided by its margin; `multipliers.proves` covers the rounding of that division."""
-        scale = torch.cat([torch.ones(self.switching, dtype=torch.float64), 1 / margins])
-        return Reduced(
-            self.C * scale[:, None],
-            self.D * scale[:, None],
-            inflate(self.slack * scale),
-            self.counts,
-        )
-
 
 def count_switching(slopes: Slopes) -> int:
     """Neurons whose slope is not a constant."""
@@ -210,36 +200,24 @@ def best_multipliers(
     return None
 
 
-def _cold(problem: _Problem, factor: float = 4.0) -> _Point | None:
-    """Feasible by construction: layer after layer, `factor` times what the Schur complement of the earlier ones asks for."""
-    n, p = problem.n, problem.p
-    s, L, at = (
-        torch.zeros(n + p, dtype=torch.float64),
-        torch.zeros(n + p, n + p, dtype=torch.float64),
-        0,
-    )
+def _cold(problem: _Problem) -> _Point | None:
+    """Feasible by construction: for m layers with rows `B_k = [C_k, D_k S^(1/2)]`, `s_k > m·‖B_k‖²` in every metric does."""
+    n, layers = problem.n, sum(count > 0 for count in problem.counts)
+    s, at = torch.zeros(n + problem.p, dtype=torch.float64), 0
     for count in problem.counts:
+        i = slice(at, at + count)
+        at += count
         if count == 0:
             continue
-        i = slice(at, at + count)
-        rows = problem.D[i, :at] * s[:at]
-        E = problem.K[i, i] + rows @ problem.D[i, :at].mT
-        if at:
-            cross = problem.K[i, :at] + rows @ problem.D[:at, :at].mT
-            Y = torch.linalg.solve_triangular(L[:at, :at], -cross.mT, upper=False)
-            E, L[i, :at] = E + Y.mT @ Y, Y.mT
+        E = problem.K[i, i] + (problem.D[i] * s[:n]) @ problem.D[i].mT
         d = E.diagonal()
-        d = d.clamp_min(float(d.max()) * 1e-6 + 1e-290) if at < n else torch.ones_like(d)
+        d = d.clamp_min(float(d.max()) * 1e-6 + 1e-290) if at <= n else torch.ones_like(d)
         root = d.rsqrt()
         scaled = E * (root[:, None] * root)
         if not bool(torch.isfinite(scaled).all()):
             return None
-        s[i] = factor * torch.linalg.eigvalsh(scaled)[-1].clamp_min(1e-290) * d
-        L[i, i], info = torch.linalg.cholesky_ex(torch.diag(s[i]) - E)
-        if int(info):
-            return None
-        at += count
-    return problem.at(torch.cat([s[:n], s[n : n + 1]]))
+        s[i] = 1.1 * layers * torch.linalg.eigvalsh(scaled)[-1].clamp_min(1e-290) * d
+    return problem.at(s[: n + 1])
 
 
 def _derivatives(problem: _Problem, point: _Point) -> tuple[Tensor, Tensor]:

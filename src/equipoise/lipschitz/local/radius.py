@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.checks import require_labels, require_one_of, require_positive
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.capture import as_batch, as_function, capture
+from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs
-from equipoise.lipschitz.local.backward import Norm
+from equipoise.lipschitz.local.backward import Ball, Norm
 from equipoise.lipschitz.local.branch import Attack, Branching
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import (
@@ -31,7 +32,7 @@ from equipoise.lipschitz.local.integral import (
     multipliers_prove,
     relaxed_radius,
 )
-from equipoise.lipschitz.local.measure import evaluate, whole_bound
+from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -46,13 +47,13 @@ Progress = Callable[[int, int], None]
 NEURONS = 20_000
 #: the largest radius that is looked for
 LARGEST = 1e30
+#: and the smallest that boxes are tried at
+_SMALLEST = 1e-12
 #: what `Radii.methods` says of an input without a radius
 WRONG, UNPROVED = "not classified as labelled", "classified as labelled, nothing proved"
 
-#: samples evaluated together
-_CHUNK = 64
-#: bisections for the radius of the deployed pass, which is then within 0.1 % of the largest one
-_BISECTIONS = 14
+#: balls on which the rounding of the deployed pass is bounded
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def certified_radius(
     * `pairs`: `min_k (f_y − f_k)(x)/(L'·‖w_y − w_k‖)`, w the rows of the last layer and L' the bound of what comes before it
       (what a 1-Lipschitz network is made for);
     * `linf`, `l1`: the same with product bounds in those norms, `margin/(2·L_∞)` and `margin/L_1`, or by pairs;
+    * `boxes`: the same with constants of a ball, where the methods below do not read the network (attention, layer norms);
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1), with optimised slopes and, in ℓ2, on
       the ball that every layer stays in;
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
@@ -182,9 +184,9 @@ class Certifier:
     norm: Norm
     effort: Effort
     classes: int
-    constants: dict[str, Tensor]
+    rounding: Rounding
+    constants: dict[str, Tensor] = field(default_factory=dict)
     network: Network | None = None
-    rounding: Rounding | None = None
     deployed: Deployed | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -223,10 +225,11 @@ class Certifier:
         with torch.no_grad(), full_precision():
             cache = Cache(rtol)
             run = propagate(program, None, rtol, cache)
-            certifier = cls(run, cache, norm, effort, shapes[0][1], {}, deployed=deployed)
+            rounding = Rounding(run, cache)
+            certifier = cls(run, cache, norm, effort, shapes[0][1], rounding, deployed=deployed)
             certifier._take_constants()
             certifier._read_network()
-            certifier._bound_rounding()
+            certifier._check_rounding()
         return certifier
 
     @property
@@ -243,32 +246,42 @@ class Certifier:
 
     def _take_constants(self) -> None:
         """Constants of the whole space, turned into the norm of the ball by `‖δ‖_∞ ≤ ‖δ‖₂ ≤ ‖δ‖₁ ≤ √d‖δ‖₂ ≤ d‖δ‖_∞`."""
-        d = self.run.program.inputs[0].meta["val"].numel()
-        root = math.sqrt(d) * (1 + 2.0**-50)
-        factors = {
-            "l2": {"l2": 1.0, "linf": 1.0, "l1": root},
-            "linf": {"l2": root, "linf": 1.0, "l1": float(d)},
-            "l1": {"l2": 1.0, "linf": 1.0, "l1": 1.0},
-        }[self.norm]
-
-        whole = exp_up(min(self.run.fused, whole_bound(self.run, self.cache)))
-        both = inflate(math.sqrt(2) * whole * factors["l2"])
-        self.constants["global"] = torch.full(
-            (self.classes, self.classes), both, dtype=torch.float64
-        )
-
-        pairs = pair_constants(self.run)
-        if pairs is None:
+        logs = {node: facts.fused for node, facts in self.run.facts.items()}
+        logs[self.output] = min(logs[self.output], whole_bound(self.run, self.cache))
+        self.constants.update(self._in_l2(logs))
+        if "pairs" not in self.constants:
             self._say("no constants by pairs: the network does not end in a linear layer")
-        else:
-            self.constants["pairs"] = inflate(pairs * factors["l2"])
 
+        d = self.run.program.inputs[0].meta["val"].numel()
+        factors = {
+            "l2": {"linf": 1.0, "l1": math.sqrt(d) * (1 + 2.0**-50)},
+            "linf": {"linf": 1.0, "l1": float(d)},
+            "l1": {"linf": 1.0, "l1": 1.0},
+        }[self.norm]
         for order in ("linf", "l1"):
             try:
                 self.constants[order] = inflate(induced_pairs(self.run, order) * factors[order])
             except Refused as reason:
                 if order == self.norm:
                     self._say(f"no product bound in {order}: {reason}")
+
+    @property
+    def output(self) -> fx.Node:
+        """The node of the logits."""
+        return self.run.program.outputs[0]
+
+    @property
+    def root(self) -> float:
+        """`‖δ‖₂` is at most this many times the norm of the ball."""
+        d = self.run.program.inputs[0].meta["val"].numel()
+        return math.sqrt(d) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+
+    def _in_l2(self, logs: Mapping[fx.Node, float]) -> dict[str, Tensor]:
+        """Constants of all pairs of classes from bounds of the nodes in ℓ2, given as logarithms."""
+        both = inflate(math.sqrt(2) * exp_up(logs[self.output]) * self.root)
+        found = {"global": torch.full((self.classes, self.classes), both, dtype=torch.float64)}
+        pairs = pair_constants(self.run, logs)
+        return found if pairs is None else found | {"pairs": inflate(pairs * self.root)}
 
     def _read_network(self) -> None:
         """The network for the relaxation, or a note why there is none."""
@@ -277,7 +290,7 @@ class Certifier:
         try:
             network = read_network(self.run, self.cache)
         except Unsupported as reason:
-            return self._say(f"global bounds only: {reason}")
+            return self._say(f"no relaxation: {reason}")
         if self.effort == "auto" and network.neurons > NEURONS:
             return self._say(
                 f"global bounds only: {network.neurons:,} neurons are too many for the relaxation to be tried unasked; "
@@ -287,17 +300,20 @@ class Certifier:
         if self.norm != "l2" and self.effort != "relaxation":
             self._say("no integral and no multipliers: they are for ℓ2")
 
-    def _bound_rounding(self) -> None:
-        """The rounding of forward passes; without it, boxes bound that of the float64 evaluation."""
-        try:
-            self.rounding = Rounding(self.run, self.cache)
-            if self.deployed is not None:
+    def _check_rounding(self) -> None:
+        """Refuse a deployed pass whose rounding is not bounded; a note where that of the float64 pass is not."""
+        if self.deployed is not None:
+            try:
                 self.rounding.require(torch.float32)
-        except Refused as reason:
-            if self.deployed is not None:
+            except Refused as reason:
                 raise Refused(
                     f"there are no radii for a pass in {self.deployed}: {reason}"
                 ) from reason
+        if self.rounding.unknown:
+            self._say(
+                f"nothing is proved: {self.rounding.unknown}; bound the network with "
+                "lipschitz_bound and use equipoise.smoothing.margin_radius(logits, labels, bound, error=…)"
+            )
 
     def radii(
         self,
@@ -332,13 +348,10 @@ class Certifier:
 
         rows: list[dict[str, Any]] = []
         with torch.no_grad(), full_precision():
-            for first in range(0, len(x), _CHUNK):
-                part = slice(first, first + _CHUNK)
-                own = None if y is None else y[part]
-                for row in self._chunk(x[part], own, epsilon, complete, seconds):
-                    rows.append(row)
-                    if progress is not None:
-                        progress(len(rows), len(x))
+            for row in self._rows(x, y, epsilon, complete, seconds):
+                rows.append(row)
+                if progress is not None:
+                    progress(len(rows), len(x))
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([row[name] for row in rows], dtype=dtype)
@@ -355,22 +368,24 @@ class Certifier:
             note=self.note,
             deployed=None if self.deployed is None else column("deployed", torch.float64),
             epsilon=epsilon,
-            broken={n: row["broken"] for n, row in enumerate(rows) if row["broken"] is not None}
-            if epsilon is not None
-            else {},
+            broken={
+                n: row["broken"].reshape(expected).to(x.dtype)
+                for n, row in enumerate(rows)
+                if epsilon is not None and row["broken"] is not None
+            },
         )
 
-    def _chunk(
+    def _rows(
         self,
         x: Tensor,
         labels: Tensor | None,
         epsilon: float | None,
         complete: bool,
         seconds: float | None,
-    ) -> Any:
-        """The rows of some samples, one by one."""
+    ) -> Iterator[dict[str, Any]]:
+        """What is found for every sample, one by one."""
         began = time.process_time()
-        values, error = self.logits(x)
+        values, error = self.rounding.evaluate(x)
         predictions = values.argmax(1)
         y = predictions if labels is None else labels
 
@@ -412,7 +427,7 @@ class Certifier:
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
                 row["margin"] = float(evaluated[n, k])
-            if row["method"] == UNPROVED:
+            if row["method"] == UNPROVED and not self.rounding.unknown:
                 self._say(
                     "some inputs are classified as labelled with nothing proved: the rounding of a float64 pass may exceed their "
                     "margins, or the network has no finite bound"
@@ -420,36 +435,25 @@ class Certifier:
             row["seconds"] = time.process_time() - began + each
             yield row
 
-    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (batch, classes) in float64, and bounds of how far the real ones may be from them."""
-        values, error = evaluate(self.run, self.cache, self.rounding, x)
-        if self.rounding is None and not bool(torch.isfinite(error).all()):
-            self._say(
-                "the rounding of this network's forward pass is not bounded, so nothing is proved; bound the network with "
-                "lipschitz_bound and use equipoise.smoothing.margin_radius(logits, labels, bound, error=…)"
-            )
-        return values, error
-
     def _lost(self, x: Tensor, labels: Tensor, radius: Tensor) -> Tensor:
         """What a deployed pass may take off every margin at inputs within `radius` of x, (samples, classes)."""
-        assert self.rounding is not None
-        root = math.sqrt(x[0].numel()) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
-        off = self.rounding.deployed(x, inflate(radius * root))
+        off = self.rounding.deployed(x, inflate(radius * self.root))
         return inflate(off.gather(1, labels[:, None]) + off)
 
     def _deployed(
         self, x: Tensor, labels: Tensor, margins: Tensor, constants: Tensor, known: Tensor
     ) -> Tensor:
-        """The largest radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball."""
-        low, high = torch.zeros_like(known), known.clone()
+        """Radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball.
+
+        It is bounded on the ball `high`, and what it leaves of the margins is a radius.
+        """
+        low, high = torch.zeros_like(known), known
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
-        for _ in range(_BISECTIONS):
-            middle = torch.where(
-                high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2
-            )
-            left = less(margins, self._lost(x, labels, middle))
-            holds = ((left > inflate(constants * middle[:, None])) | own).all(1) & (middle > 0)
-            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        for _ in range(_TRIES):
+            left = less(margins, self._lost(x, labels, high))
+            reached = deflate(left / constants).masked_fill(own, math.inf).amin(1)
+            low = torch.maximum(low, torch.minimum(reached, high).nan_to_num(nan=0.0))
+            high = high / 8
         return low
 
     def _improve(
@@ -462,18 +466,23 @@ class Certifier:
         deadline: float,
     ) -> None:
         """Larger radii by the relaxation and by multipliers, where there are any."""
-        if self.network is None or row["radius"] >= (LARGEST if epsilon is None else epsilon):
+        if row["radius"] >= (LARGEST if epsilon is None else epsilon) or self.effort == "fast":
             return
         label = row["label"]
         others = [k for k in range(self.classes) if k != label]
         eye = torch.eye(self.classes, dtype=torch.float64)
-        case = Case(
-            self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline
-        )
+        rows = eye[label] - eye[others]
+        if self.network is None:
+            self._by_boxes(x, margins, row, others, epsilon, deadline)
+            if complete and epsilon is not None and row["radius"] < epsilon:
+                ball = Ball(Network((), ()), x.double().flatten(), epsilon, self.norm)
+                row["broken"] = self._attack(x, ball).any_of(rows)
+            return
+        case = Case(self.network, x, rows, margins[others], self.norm, deadline=deadline)
         search = self._branching(case, epsilon) if complete and epsilon is not None else None
         radius, limiting, method = self._local(case, row["radius"], epsilon, search)
-        if search is not None and search.broken is not None:
-            row["broken"] = search.broken.to(x.dtype).reshape(x.shape[1:])
+        if search is not None:
+            row["broken"] = search.broken
         if radius > row["radius"]:
             row.update(
                 radius=radius,
@@ -495,26 +504,51 @@ class Certifier:
                 )[0],
             )
 
+    def _by_boxes(
+        self,
+        x: Tensor,
+        margins: Tensor,
+        row: dict[str, Any],
+        others: list[int],
+        epsilon: float | None,
+        deadline: float,
+    ) -> None:
+        """A larger radius by local constants: those of a ball prove its radius, or what margins and constants leave of it."""
+        low, high = row["radius"], LARGEST
+        tried = max(low, _SMALLEST) if epsilon is None else epsilon
+        while high > 1.02 * max(low, _SMALLEST) and time.process_time() < deadline:
+            boxes = enclose(self.run, x, inflate(tried * self.root), self.cache)
+            found = self._in_l2({node: box.log for node, box in boxes.items()})
+            constants = torch.stack(list(found.values())).amin(0)[row["label"], others]
+            reached, k = deflate(margins[others] / constants).min(0)
+            if min(tried, float(reached)) > low:
+                low = min(tried, float(reached))
+                row.update(
+                    radius=low, rival=others[k], margin=float(margins[others[k]]), method="boxes"
+                )
+            if low == epsilon:
+                break
+            high = min(high, max(tried, float(reached)))
+            tried = math.sqrt(max(low, _SMALLEST) * high)
+
     def _branching(self, case: Case, epsilon: float) -> Branching | None:
         """The search on one ball, for the rivals that the relaxation leaves open."""
         open_ = case.relaxed(epsilon) <= 0
         ball = case.ball(epsilon) if bool(open_.any()) else None
         if ball is None:
             return None
-        function, shape = as_function(self.run.program), case.x.shape[1:]
-        attack = Attack(
+        attack, rows = self._attack(case.x, ball), case.rows[open_]
+        zero = torch.zeros(len(rows), dtype=torch.float64)
+        return Branching(attack, rows, zero, case.deadline, broken=attack.any_of(rows))
+
+    def _attack(self, x: Tensor, ball: Ball) -> Attack:
+        function, shape = as_function(self.run.program), x.shape[1:]
+        return Attack(
             ball,
             lambda points: function(points.reshape(-1, *shape)),
-            lambda points: self.logits(points.reshape(-1, *shape)),
-            case.x.dtype,
+            lambda points: self.rounding.evaluate(points.reshape(-1, *shape)),
+            x.dtype,
         )
-        rows = case.rows[open_]
-        zero = torch.zeros(len(rows), dtype=torch.float64)
-        search = Branching(attack, rows, zero, case.deadline)
-        for n in range(len(rows)):
-            if search.broken is None:
-                search.broken = attack.everywhere(rows[n : n + 1], zero[n : n + 1])
-        return search
 
     def _at(self, case: Case, epsilon: float, search: Branching | None) -> str | None:
         """The method that proves every margin on the ball, from cheap to tight; None where none does."""

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.precision import float64, frobenius, full_precision, inflate
-from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
+from equipoise.core import (
+    Bracket,
+    Shape,
+    float64,
+    frobenius,
+    full_precision,
+    inflate,
+)
+from equipoise.lipschitz.operations import Map, Opaque, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.products import (
     branch_matmul,
     branch_product,
@@ -58,7 +64,7 @@ def matrix_step(
     row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
-    map: Map = Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
+    map: Map = Opaque() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
     return Step(
         ((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map
     )
@@ -87,7 +93,7 @@ def convolution(call: Call) -> Step:
     return _conv_step(call, form, 1 - call.constant("weight").dim(), "convolution")
 
 
-def _zero_padded(call: Call, shape: tuple[int, ...] | None = None) -> linear_maps.Convolution:
+def _zero_padded(call: Call, shape: Shape | None = None) -> linear_maps.Convolution:
     """The convolution with the weight and settings of a call, on inputs of this shape."""
     weight = call.constant("weight").detach()
     dims = weight.dim() - 2
@@ -204,7 +210,7 @@ def division(call: Call) -> Step:
 
 
 def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
-    if not bool(torch.isfinite(c).all()):
+    if not torch.isfinite(c).all():
         call.refuse("the constant factor is not finite", "check the constants (a variance < 0?)")
     top = largest(c)
     top = inflate(top) if rounded else top
@@ -223,7 +229,7 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     )
 
 
-def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
+def _columns(c: Tensor, shape: Shape, out: Shape) -> float:
     """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
     repeated = [
         d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1
@@ -338,11 +344,11 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
         constant: the other operand, a vector or matrices in its last two dimensions.
     """
     if len(x.shape) < 2 or constant.dim() < 2:
-        return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
+        return Step(((x, norm_of(constant)),), "matmul", offset=0.0)
     with torch.no_grad(), full_precision():
         norms = spectral_norm(
             constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
         )
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
     top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
-    return Step(((x, top),), "matmul", offset=0.0, map=Own())
+    return Step(((x, top),), "matmul", offset=0.0)

@@ -7,7 +7,7 @@ read constants as real.
 import math
 from typing import Any
 
-from equipoise.core.precision import inflate
+from equipoise.core import inflate
 from equipoise.lipschitz.rules import shapes
 from equipoise.lipschitz.rules.affine import by_matrices
 from equipoise.lipschitz.rules.registry import (

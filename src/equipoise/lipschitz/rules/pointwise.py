@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import inflate
+from equipoise.core import inflate
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
 from equipoise.maps.pointwise import (
     TABLE,
@@ -64,7 +64,7 @@ def _lowest(curve: Pointwise, x: Signal) -> float:
     """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
     if curve.hinge is not None and curve.slopes[0] < 0:
         left, right = curve.hinge
-        return 0.0 if bool((left <= 0).all()) and bool((right >= 0).all()) else -math.inf
+        return 0.0 if (left <= 0).all() and (right >= 0).all() else -math.inf
     if curve.function is None or curve.slopes[0] < 0:
         return -math.inf
     lowest = torch.tensor(max(x.low, -1e300), dtype=torch.float64)  # 0·∞ is not a number
@@ -161,7 +161,7 @@ _SLACK = 1 + 1e-12
 
 
 #: functions whose value and slope are largest, in modulus, at the ends of every interval above this number
-_STEEP = {
+STEEP = {
     "exp": -math.inf, "square": -math.inf, "sqrt": 0.0, "rsqrt": 0.0, "reciprocal": 0.0, "log": 0.0,
 }  # fmt: skip
 
@@ -203,7 +203,7 @@ def _steep(call: Call, function: Callable[[Tensor], Tensor], start: float, label
     )
 
 
-for _name, _start in _STEEP.items():
+for _name, _start in STEEP.items():
     rule(f"aten.{_name}.default")(
         functools.partial(_steep, function=getattr(torch, _name), start=_start, label=_name)
     )

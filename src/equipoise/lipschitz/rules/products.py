@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from equipoise.core.precision import deflate, inflate
+from equipoise.core import deflate, inflate
 from equipoise.lipschitz.operations import Normalised, Opaque, Product, Term
 from equipoise.lipschitz.rules.registry import (
     BALL,
@@ -303,14 +303,16 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
 
 
 def _columns(call: Call, b: Signal) -> Signal | None:
-    """The signal whose rows are the columns of b, where b is a transposed tensor."""
+    """The signal whose rows are the columns of b, where its last dimension became the last but one of b."""
     b = _ungrouped(call, b)
     node: Any = b.node
-    rank = len(b.shape)
-    if aten_name(node) != "transpose.int" or {d % rank for d in node.args[1:]} != {
-        rank - 1,
-        rank - 2,
-    }:
+    order = list(range(len(b.shape)))
+    if aten_name(node) == "transpose.int":
+        i, j = node.args[1:]
+        order[i], order[j] = order[j], order[i]
+    elif aten_name(node) == "permute.default":
+        order = [d % len(order) for d in node.args[1]]
+    if order[-2:-1] != [len(order) - 1]:
         return None
     before: Signal = call.lookup(node.args[0])
     return before

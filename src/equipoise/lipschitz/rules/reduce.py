@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Join, Largest, Map, Own, Sorted
+from equipoise.core import (
+    Bracket,
+    Shape,
+    full_precision,
+    inflate,
+)
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
     Step,
-    carried,
-    chosen,
+    choice_step,
     lower,
     per_axis,
+    range_step,
     root,
     rule,
 )
@@ -100,7 +104,7 @@ def _pooled(call: Call, axes: list[list[range]]) -> Step:
                 "pad less, or dilate less",
             )
         most *= max(Counter(itertools.chain.from_iterable(inside)).values())
-    return carried(call.x, root(most), "max pooling", Largest(most, sliding=True, dims=d))
+    return range_step(call.x, root(most), "max pooling", Largest(most, sliding=True, dims=d))
 
 
 def _linear_step(
@@ -161,7 +165,7 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
                 "bound it on a smaller input",
             )
         answer = _along(call, sizes, axis, x.dtype)
-        if bool((answer.amax(-1) - answer.amin(-1) > 1e-5).any()):
+        if (answer.amax(-1) - answer.amin(-1) > 1e-5).any():
             call.refuse("this resampling is not separable")
         matrices.append(answer[..., 0].mT)
         exact = exact and _is_dyadic(answer)
@@ -172,7 +176,7 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     return _linear_step(call, x, matrices, label, map, 1 + rounding)
 
 
-def _along(call: Call, sizes: tuple[int, ...], axis: int, dtype: torch.dtype) -> Tensor:
+def _along(call: Call, sizes: Shape, axis: int, dtype: torch.dtype) -> Tensor:
     """The operation on every unit vector of one axis, constant along the others: (in, out, the others)."""
     n = sizes[axis]
     shape = [n, 1, *[1] * len(sizes)]
@@ -207,7 +211,7 @@ for _d in (1, 2, 3):
     for _name in _UPSAMPLERS:
         if f"{_d}d" in _name:
             rule(f"aten.{_name}.vec", f"aten.{_name}.default")(
-                functools.partial(_resampling, d=_d, label="resampling", map=Own())
+                functools.partial(_resampling, d=_d, label="resampling", map=Opaque())
             )
 
 
@@ -219,20 +223,20 @@ def sort(call: Call) -> Step:
     """Sorting along a dimension (GroupSort) is a contraction: the values only."""
     x = call.x
     by_rows = call.get("dim", -1) in (-1, len(x.shape) - 1)
-    return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
+    return range_step(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
 
 
 @rule(*named(f"{name}.{kind}" for name in ("max", "min") for kind in ("dim", "default")))
 @rule("aten.amax.default", "aten.amin.default")
 def extreme(call: Call) -> Step:
     """The largest or smallest of disjoint sets of entries: 1, the values only."""
-    return carried(call.x, 1.0, "order statistic", Largest())
+    return range_step(call.x, 1.0, "order statistic", Largest())
 
 
 @rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
 def two_to_one(call: Call) -> Step:
     """The larger or smaller of two entries: root of the sum of squares."""
-    return chosen(call, (call["self"], call["other"]), "maximum", Largest())
+    return choice_step(call, (call["self"], call["other"]), "maximum", Largest())
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
@@ -243,7 +247,7 @@ def concatenation(call: Call) -> Step:
     signals = [t for t in tensors if isinstance(t, Signal)]
     fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors)
     map = Join(fixed, functools.partial(join, dim=call["dim"]))
-    step = chosen(call, tensors, "concatenation", map, spread=False)
+    step = choice_step(call, tensors, "concatenation", map, spread=False)
     sources = _without_max_min(call, signals)
     if sources == signals:
         return step
@@ -279,8 +283,8 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     if node.target is operator.getitem:
         node = node.args[0]
     name = aten_name(node)
-    known = name in _LARGER + _SMALLER and not node.kwargs
-    operands = [call.lookup(n) for n in node.all_input_nodes] if known else []
+    compares = name in _LARGER + _SMALLER and not node.kwargs
+    operands = [call.lookup(n) for n in node.all_input_nodes] if compares else []
     match operands:
         case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
             of: Any = frozenset(_identity(node.args))

@@ -10,18 +10,27 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import Bound, Bracket, as_upper
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.modules import flat_tensors
-from equipoise.core.precision import deflate, float64, frobenius, inflate
+from equipoise.core import (
+    Bound,
+    Bracket,
+    InputError,
+    Refused,
+    Shape,
+    as_upper,
+    deflate,
+    flat_tensors,
+    float64,
+    frobenius,
+    inflate,
+    one_line,
+    require_one_of,
+)
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import Lookup, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
-Shape = tuple[int, ...]
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R; smoothing (`certify`) needs no bound"
 
@@ -100,7 +109,7 @@ class Step:
         return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
 
 
-def carried(
+def range_step(
     x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf
 ) -> Step:
     """The step of an operation that is 0 at 0, and whose entries never leave the range of those of x.
@@ -119,7 +128,7 @@ def carried(
 
 def unchanged(x: Signal) -> Step:
     """The step of an operation that is the identity here: a cast, dropout in evaluation."""
-    return carried(x, 1.0, "identity", Copy(same=True, traced=True), x.row)
+    return range_step(x, 1.0, "identity", Copy(same=True, traced=True), x.row)
 
 
 class Call:
@@ -348,7 +357,7 @@ def as_signal(call: "Call", c: Tensor) -> Signal:
     return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), low)
 
 
-def chosen(
+def choice_step(
     call: "Call", values: Iterable[Any], label: str, map: Map | None = None, *, spread: bool = True
 ) -> Step:
     """The step of an operation that takes every entry of its result from one of its operands.

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import inflate
+from equipoise.core import inflate
 from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
     Signal,
     Step,
-    carried,
-    chosen,
+    choice_step,
     copies,
+    range_step,
     root,
     rule,
     unchanged,
@@ -87,7 +87,7 @@ def _row(x: Signal, places: Tensor) -> float:
     one_row = (sources == sources.amax(1, keepdim=True)) | (rows == 0)
     ordered = rows.sort(1)[0]
     repeats = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] > 0)
-    return x.row if bool(one_row.all()) and not bool(repeats.any()) else math.inf
+    return x.row if one_row.all() and not repeats.any() else math.inf
 
 
 @rule(*named(VIEWS))
@@ -105,7 +105,7 @@ def selection(call: Call) -> Step:
 def _selected(call: Call, label: str) -> Step:
     x = call.x
     row = _row(x, places_of(call, x)) if math.isfinite(x.row) else math.inf
-    return carried(x, 1.0, label, Copy(traced=True), row)
+    return range_step(x, 1.0, label, Copy(traced=True), row)
 
 
 def _component(call: Call) -> Step | None:
@@ -130,7 +130,7 @@ def indexed(call: Call) -> Step:
     x = call.x
     places = places_of(call, x)
     gain = root(most_frequent(places))
-    low = min(0.0, x.low) if bool((places == 0).any()) else x.low
+    low = min(0.0, x.low) if (places == 0).any() else x.low
     return Step(
         ((x, gain),), "index", offset=0.0, peak=x.peak, row=_row(x, places), low=low, map=Copy()
     )
@@ -203,20 +203,20 @@ def mask(call: Call) -> Step:
         call.refuse(
             "the mask depends on the input, so the choice jumps", "use relu, clamp or maximum"
         )
-    return chosen(call, values.values(), "mask", Choice())
+    return choice_step(call, values.values(), "mask", Choice())
 
 
 @rule("aten.copy.default")
 def overwrite(call: Call) -> Step:
     """One tensor in the place of another, with broadcasting."""
     x = call.signal("src")
-    return carried(x, copies(x, call.shape), "copy")
+    return range_step(x, copies(x, call.shape), "copy")
 
 
 @rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def overwrite_part(call: Call) -> Step:
     """Some entries of one tensor, the others of another: root of the sum of squares."""
-    return chosen(call, (call["self"], call["src"]), "overwritten", spread=False)
+    return choice_step(call, (call["self"], call["src"]), "overwritten", spread=False)
 
 
 # --- a NaN or infinite constant has no bound, masks of −∞ before a softmax apart ----------------------------------------------
@@ -250,7 +250,7 @@ def _nonfinite(value: Any) -> float | None:
     """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
     if isinstance(value, float):
         value = torch.tensor(value, dtype=torch.float64)
-    if not isinstance(value, Tensor) or bool(torch.isfinite(value).all()):
+    if not isinstance(value, Tensor) or torch.isfinite(value).all():
         return None
     rest = value[~torch.isfinite(value)]
     return math.nan if rest.is_complex() else float(rest.max())

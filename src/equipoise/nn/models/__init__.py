@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.core.errors import InputError
+from equipoise.core import (
+    InputError,
+    Shape,
+)
 from equipoise.nn.models.lipschitz import (
     bronet,
     lipschitz_cnn,
@@ -71,7 +74,7 @@ def factory(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def input_shape(name: str, **arguments: Any) -> tuple[int, ...]:
+def input_shape(name: str, **arguments: Any) -> Shape:
     """The shape of one input of the model built with these arguments.
 
     >>> input_shape("cnn"), input_shape("mlp", in_channels=1, input_size=[4, 6])

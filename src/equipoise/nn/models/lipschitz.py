@@ -1,7 +1,5 @@
 """Networks whose constant follows from their construction, 1 or the argument `constant`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -9,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from equipoise.core.checks import require_one_of
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, require_one_of
 from equipoise.nn import rescaling as rescalings
 from equipoise.nn.activations import MaxMin
 from equipoise.nn.activations import activation as activation_named
@@ -215,9 +212,9 @@ def _residual(width: int, rank: float | None = None, kernel: int | None = None) 
     """A block of a LiResNet, dense without a kernel size: `I + Q` over its norm, or a block reflector."""
     sizes = (width, width) if kernel is None else (width, width, kernel, 1, kernel // 2)
     if rank is not None:
-        reflector: Any = BROLinear if kernel is None else BROConv2d
+        reflector = BROLinear if kernel is None else BROConv2d
         return reflector(*sizes, rank=max(1, round(rank * width)))
-    normed: Any = rescalings.SNLinear if kernel is None else rescalings.SNConv2d
+    normed = rescalings.SNLinear if kernel is None else rescalings.SNConv2d
     block: nn.Module = normed(*sizes)
     with torch.no_grad():
         raw = block.parametrizations["weight"].original  # type: ignore[union-attr, index]
@@ -294,7 +291,7 @@ def lipschitz_cnn(
         )
     require_one_of(families(), family=family)
     require_one_of(("cayley", "bcop"), dense=dense)
-    linear: Any = methods()[dense][nn.Linear]
+    linear = methods()[dense][nn.Linear]
     act = partial(activation_named, activation)
     layers: list[nn.Module] = [] if mean is None else [Normalise(mean, [1.0] * len(mean))]
     features = in_channels
@@ -312,7 +309,7 @@ def _stage(family: str, ins: int, out: int, depth: int, act: Activation) -> list
     if family in BLOCKS:
         blocks = [layer for _ in range(depth) for layer in BLOCKS[family](out, act)]
         return [BCOPConv2d(ins, out, 1), *blocks]
-    kind: Any = methods()[family][nn.Conv2d]
+    kind = methods()[family][nn.Conv2d]
     layers: list[nn.Module] = []
     for number in range(depth):
         layers += [kind(out if number else ins, out, 3, padding=1), act()]

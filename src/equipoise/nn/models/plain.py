@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate
+from equipoise.core import InputError, by_construction, inflate
 from equipoise.nn.activations import activation as _named
 
 Size = int | Sequence[int]

@@ -12,15 +12,13 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss (BRO).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core import InputError
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.orthogonal.frame import Size
 from equipoise.nn.orthogonal.frequency import (

@@ -5,15 +5,13 @@ zeros around the image. After it: the pixels that `nn.Conv2d` would return. Both
 do not enlarge distances. A transposed layer is the adjoint of such a thing: the steps in reverse, each transposed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import InputError, Refused
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import (
     Computed,

@@ -9,15 +9,18 @@ Rounding. An upper bound of the norm of what was computed, from `W*W − μI` in
 divided by it (`contracted`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.precision import gamma, unit_roundoff
+from equipoise.core import (
+    Bound,
+    Kind,
+    Shape,
+    gamma,
+    unit_roundoff,
+)
 from equipoise.nn.orthogonal.frame import FramedConv2d, Size
 from equipoise.nn.orthogonal.polar import or_one
 
@@ -129,7 +132,7 @@ class FrequencyConv2d(FramedConv2d):
 
     sized = True
 
-    def key(self, shape: tuple[int, ...]) -> tuple[Size]:
+    def key(self, shape: Shape) -> tuple[Size]:
         """The size of the operator's image."""
         return (self.frame.size((shape[-2], shape[-1])),)
 
@@ -137,7 +140,7 @@ class FrequencyConv2d(FramedConv2d):
         """The convolution, through Fourier space."""
         return filtered(x, tensors[0])
 
-    def bound(self, tensors: tuple[Tensor, ...], input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: tuple[Tensor, ...], input_shape: Shape) -> Bound:
         """The largest norm over the frequencies of this image size.
 
         Args:

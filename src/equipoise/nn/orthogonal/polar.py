@@ -39,8 +39,6 @@ whose size s does not divide patches meet at odd distances, so with circular pad
 References: Li et al. 2019, §4.1 (RKO); Serrurier et al. 2021; Björck & Bowie 1971; Anil et al. 2019.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -48,8 +46,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equipoise.core.checks import require_counts
-from equipoise.core.precision import unit_roundoff
+from equipoise.core import (
+    Shape,
+    require_counts,
+    unit_roundoff,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 
@@ -90,7 +91,7 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
 
 def or_one(scale: Tensor) -> Tensor:
     """What to divide by: 1 where there is nothing to scale."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def _precision(raw: Tensor) -> torch.dtype:
@@ -132,7 +133,7 @@ class Polar(torch.autograd.Function):
             squares = (scale**-2)[..., 0].expand_as(gram[..., 0])
             U = identity
         else:
-            squares, U = torch.linalg.eigh(torch.where(whole, gram, torch.zeros_like(gram)))
+            squares, U = torch.linalg.eigh(torch.where(whole, gram, 0.0))
         most = squares[..., -1:]
         s = squares.maximum(SMALLEST**2 * or_one(most)).sqrt()
         Q = (U / s[..., None, :]) @ (U.mT @ W)
@@ -236,7 +237,7 @@ def project_to_contraction(W: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return value + (like - like.detach())
 
 
-def _apart(geometry: Geometry) -> tuple[int, ...]:
+def _apart(geometry: Geometry) -> Shape:
     """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
 
     `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line; on a circle that s does not divide patches

@@ -24,10 +24,15 @@ from scipy.special import jv
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import POSITIVE, require_number
-from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import (
+    POSITIVE,
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    full_precision,
+    require_number,
+)
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
 from equipoise.nn.orthogonal.polar import last_step, or_one
@@ -92,7 +97,7 @@ def skew(M: Tensor) -> Tensor:
     of so large a kernel counts.
     """
     c = M.detach().abs().flatten().amax(0)
-    M = M * torch.where(c > 2.0**60, 2.0**60 / c, torch.ones_like(c))
+    M = M * torch.where(c > 2.0**60, 2.0**60 / c, 1.0)
     return M - M.transpose(1, 2).flip(3, 4)
 
 
@@ -197,7 +202,7 @@ class SOCConv2d(FramedConv2d):
         y = series(A, self.coefficients, frame, image)
         return channels(y, frame.groups, A.shape[1], frame.out)
 
-    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+    def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max|p(iθ)|` over the proved norm of A, which must be skew.
 
         Args:
