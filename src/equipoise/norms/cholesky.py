@@ -147,7 +147,13 @@ def below(
     tau = tau - error - 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
     spread = _predicted_spread(G, tau, dtype)
     completed, needed = _attempt(G, tau, spread, dtype)
-    return completed & (needed <= spread)
+    proved = completed & (needed <= spread)
+    again = (completed & ~proved & (spread < n)).nonzero()[:, 0]
+    if len(again):  # predicted too low: once more with what was needed
+        wider = (needed[again] * 1.1).clamp_max(1.01 * n)
+        completed, needed = _attempt(G[again], tau[again], wider, dtype)
+        proved[again] = completed & (needed <= wider)
+    return proved
 
 
 def _diagonal(G: Tensor) -> Tensor:
