@@ -13,9 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_type
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import Bound, InputError, Kind, Refused, require_type
 from equipoise.core.precision import (
     frobenius,
     full_precision,

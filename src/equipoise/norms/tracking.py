@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
-from equipoise.core.modules import fresh_strides
+from equipoise.core import InputError, fresh_strides
 from equipoise.core.precision import (
     deflate,
     frobenius,
