@@ -267,17 +267,6 @@ def random_start(n: int, like: Tensor) -> Tensor:
     return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def perturb(v: Tensor) -> Tensor:
-    """A unit vector near v with a share of every direction: Lanczos steps never leave an eigenvector that they start from.
-
-    >>> perturb(torch.tensor([1.0, 0.0]))[1] != 0
-    tensor(True)
-    """
-    noise = random_start(len(v), v)
-    v = v + 0.1 * torch.linalg.vector_norm(v) / torch.linalg.vector_norm(noise) * noise
-    return v / torch.linalg.vector_norm(v)
-
-
 def lanczos(
     multiply: Operator,
     start: Tensor,
