@@ -13,7 +13,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.core import InputError, Refused
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import capture, run_program
 from equipoise.lipschitz.nonlinear import known, near
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rounding import Rounding, forward_error
@@ -232,6 +232,12 @@ def test_the_rounding_of_nonlinear_operations_is_covered(name):
         off = np.abs(found[0].numpy() - real.reshape(3, -1))
         assert (off <= found[1].numpy()).all()
         assert float(found[1].max()) < 1e-6
+
+
+def test_an_rms_norm_without_eps_has_that_of_its_type_in_float64_too():
+    net, x = nn.RMSNorm(4).eval(), 1e-4 * torch.randn(2, 4)
+    (value,) = run_program(capture(net, x[:1]), [x[:1].double()], exact=True)
+    assert torch.allclose(value.float(), net(x[:1]), rtol=1e-5)
 
 
 def forward_values(net, x):

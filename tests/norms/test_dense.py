@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, random_start, syrk, syrk_error
+from equipoise.norms.cholesky import (
+    PIECE,
+    bracket_of_gram,
+    cholesky_bracket,
+    random_start,
+    syrk,
+    syrk_error,
+)
+from equipoise.norms.gram import small_side
 
 
 def spectrum(m, n, values):
@@ -66,11 +74,16 @@ def test_brackets_hold_and_are_tight(name, form):
             assert lower <= sigma * (1 + 1e-13)
             assert sigma * (1 - 1e-13) <= upper <= (1 + rtol) * lower * (1 + 1e-13)
             assert len(v) == min(W.shape)
+        A = small_side(W) / largest
+        single = not W.is_complex()
+        sigma /= largest
         for enough in (0.5 * sigma, sigma * (1 - 1e-9), sigma * (1 + 1e-9), 1.1 * sigma):
-            lower, upper, v = cholesky_bracket(W, 1e-3, start=v, enough=enough)
-            assert lower <= sigma * (1 + 1e-12)
-            assert sigma * (1 - 1e-12) <= upper <= max(enough, sigma * 1.002)
-        assert upper == 1.1 * sigma
+            G = syrk(A, torch.float32 if single else torch.float64)
+            sizes = syrk_error(A, G)
+            start = (1e-3, A if single else None, v, enough)
+            lower, upper, _ = bracket_of_gram(G, *sizes, *start) or cholesky_bracket(A, 1e-3)
+            assert lower <= sigma * (1 + 1e-6)
+            assert sigma * (1 - 1e-6) <= upper <= max(enough, sigma * 1.002)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

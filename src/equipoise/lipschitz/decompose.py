@@ -59,6 +59,11 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     result = Decomposed(copied, places)
     for node in list(copied.nodes):
         _by_position(node)
+        if node.target is _aten.rms_norm.default and node.args[3:] in ((), (None,)):
+            # without an ε PyTorch takes that of the type, which float64 would not
+            eps = torch.finfo(node.meta["val"].dtype).eps
+            weight = node.args[2] if len(node.args) > 2 else None
+            node.args = (*node.args[:2], weight, eps)
         # batch norm in evaluation, which functionalisation took apart into its values and its statistics
         whole = aten_name(node) == "_native_batch_norm_legit_no_training.default"
         if whole and all(user.args[1:] == (0,) for user in node.users):

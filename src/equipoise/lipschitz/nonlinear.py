@@ -132,7 +132,7 @@ def _scaled(call: Call, y: Near, shape: Sequence[int]) -> Near:
 
 def _layer_norm(call: Call, x: Near) -> Near:
     shape = call["normalized_shape"]
-    eps = torch.finfo(call.x.dtype).eps if call["eps"] is None else float(call["eps"])
+    eps = float(call["eps"])
     dims = tuple(range(-len(shape), 0))
     return _scaled(call, _normalised(x, dims, eps, "rms" not in aten_name(call.node)), shape)
 

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision
+from equipoise.core import InputError, Refused, full_precision
 from equipoise.lipschitz.capture import Program, as_batch, as_function, capture, mapped
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.nonlinear import known, near

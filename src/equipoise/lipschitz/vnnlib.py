@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, inflate
+from equipoise.core import InputError, Refused, full_precision, inflate
 from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.maps.geometry import Axis, Geometry, Integers, PaddingMode
+from equipoise.maps.geometry import Axis, Geometry, PaddingMode
 
 Amount = tuple[tuple[int, int], ...]
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -279,29 +280,15 @@ class Adjoint:
 Linear = Matrix | Diagonal | Convolution | Padding | Adjoint
 
 
-def convolution(
-    weight: Tensor,
-    padding: PaddingMode = "zeros",
-    stride: Integers = 1,
-    dilation: Integers = 1,
-    groups: int = 1,
-    amount: Sequence[tuple[int, int]] | None = None,
-    input_size: Integers | None = None,
-) -> Convolution:
-    """A convolution from its weight `(out, in/groups, *k)`; `amount` of padding per axis, by default «same».
+def convolution(weight: Tensor, *arguments: Any, **options: Any) -> Convolution:
+    """A convolution from its weight.
 
     Args:
         weight: `(out, in/groups, *k)`.
-        padding: the padding mode.
-        stride: per axis, or one for all.
-        dilation: per axis, or one for all.
-        groups: blocks of channels.
-        amount: padding (left, right) per axis; None: «same».
-        input_size: spatial size of the input, where it is known.
+        *arguments: of `Geometry.of` after the shape: padding mode, stride, dilation, groups, amount of padding, input size.
+        **options: the same by name.
     """
-    return Convolution(
-        weight, Geometry.of(weight.shape, padding, stride, dilation, groups, amount, input_size)
-    )
+    return Convolution(weight, Geometry.of(weight.shape, *arguments, **options))
 
 
 def _padded(x: Tensor, amount: Amount, padding: PaddingMode) -> Tensor:

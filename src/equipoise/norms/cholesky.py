@@ -19,6 +19,7 @@ Proofs run on the CPU, by BLAS and LAPACK of torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from equipoise.core.precision import (
     rescaled,
     unit_roundoff,
 )
-from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side
+from equipoise.norms.gram import gram, gram_bracket, rayleigh_lower, small_side, wide
 
 Result = tuple[float, float, Tensor]
 
@@ -45,6 +46,9 @@ LARGE = 160
 BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
+#: multiplications from which a Gram matrix in float32 saves more than a second look at the top costs, and up to how many
+#: columns its rounding leaves room for that
+SINGLE_FROM, SINGLE_UP_TO = 2**25, 1024
 #: up to this many multiplications threads cost more processor time than they save
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
@@ -84,18 +88,12 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     n = A.shape[1]
     # four rows of blocks leave three eighths of the square out, eight rows seven sixteenths
     step = n if n < 128 else -(-n // (4 if n < 512 else 8))
-    single = dtype is torch.float32
-    G = torch.zeros(n, n, dtype=dtype)
-    for piece in A.to(dtype).split(PIECE if single else len(A)):
-        for first in range(0, n, step):
-            last = min(n, first + step)
-            block, left = G[first:last, :last], piece[:, first:last].mT
-            if single:
-                block += left @ piece[:, :last]
-            else:
-                block.addmm_(left, piece[:, :last])
-    for first in range(step, n, step):
-        G[:first, first : first + step] = G[first : first + step, :first].mT
+    pieces = A.to(dtype).split(PIECE if dtype is torch.float32 else len(A))
+    G = torch.empty(n, n, dtype=dtype)
+    for first in range(0, n, step):
+        last = min(n, first + step)
+        block = functools.reduce(torch.add, (P[:, first:last].mT @ P[:, :last] for P in pieces))
+        G[first:last, :last], G[:last, first:last] = block, block.mT
     return G
 
 
@@ -128,17 +126,6 @@ def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
     """
     g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
     return inflate(g / (1 - g))
-
-
-def expected_loss(G: Tensor, tau: float) -> float:
-    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision.
-
-    Args:
-        G: a typical matrix.
-        tau: roughly what it is to be proved below.
-    """
-    spread = _predicted_spread(G[None], torch.tensor([tau], dtype=torch.float64), G.dtype)
-    return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
 
 def below(
@@ -207,7 +194,7 @@ def _attempt(G: Tensor, tau: Tensor, spread: Tensor, dtype: torch.dtype) -> tupl
     """
     n = G.shape[-1]
     g = cholesky_gamma(n, dtype)
-    M = G.to(dtype, copy=True).neg_()
+    M = torch.neg(G.to(dtype))
     loss = spread * g + 2 * unit_roundoff(dtype)
     wanted = deflate(tau * (1 - 1e-3 * loss) / (1 + loss))
     # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
@@ -280,90 +267,62 @@ def random_start(n: int, like: Tensor) -> Tensor:
     return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def perturb(v: Tensor) -> Tensor:
-    """A unit vector near v with a share of every direction: Lanczos steps never leave an eigenvector that they start from.
-
-    >>> perturb(torch.tensor([1.0, 0.0]))[1] != 0
-    tensor(True)
-    """
-    noise = random_start(len(v), v)
-    v = v + 0.1 * torch.linalg.vector_norm(v) / torch.linalg.vector_norm(noise) * noise
-    return v / torch.linalg.vector_norm(v)
-
-
 def lanczos(
     multiply: Operator,
     start: Tensor,
     steps: int,
-    converged: float = 0.0,
-    calls: int = 2,
+    converged: float,
     enough: float = math.inf,
-    every: int = 4,
+    every: int = 8,
 ) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, by orthogonalised steps.
+    """Ritz vectors of a Hermitian operator on flat vectors as rows, by orthogonalised steps; that of the largest value first.
 
     Args:
         multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        converged: stop early, once `calls·every` steps have raised the Ritz value by no more than this share; 0: never.
-        calls: see above.
+        converged: stop early, once so many steps have raised the Ritz value by no more than this share.
         enough: a Ritz value that suffices.
-        every: how often Ritz values are computed.
+        every: how many steps; the Ritz value is computed after as many.
     """
-    n = start.numel()
-    breakdown = 8 * torch.finfo(start.dtype).eps
-    Q = start.new_zeros(min(steps, n), n)
-    T = torch.zeros(len(Q), len(Q), dtype=torch.float64)  # tridiagonal: `G Qᵀ ≈ Qᵀ T`
-    largest: list[float] = []
-    size = beta = 0.0
+    steps = min(steps, start.numel())
+    Q = start.new_zeros(steps, start.numel())
+    diagonal: list[float] = []  # of a tridiagonal T with `G Qᵀ ≈ Qᵀ T`, and what lies beside it
+    beside: list[float] = [0.0]
+    value = -math.inf
     q = start / start.abs().amax()  # squares of a small vector would vanish
     q = q / torch.linalg.vector_norm(q)
-    for j in range(len(Q)):
+    for j in range(steps):
         Q[j] = q
         basis = Q[: j + 1]
         w = multiply(q)
-        T[j, j] = alpha = float(torch.vdot(q, w).real)
-        size = max(size, abs(alpha))
-        w = w - alpha * q - beta * Q[j - 1]
+        diagonal.append(float(torch.vdot(q, w).real))
+        w = torch.sub(w, q, alpha=diagonal[j]).sub_(Q[j - 1], alpha=beside[j])
         # rounding brings back what was taken out
         w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)
-        beta = float(torch.linalg.vector_norm(w))
-        last = j + 1 == len(Q) or beta <= breakdown * size
-        if last or (converged and (j + 1) % every == 0):
-            values, vectors = torch.linalg.eigh(T[: j + 1, : j + 1])  # reads the lower triangle
-            largest.append(float(values[-1]))
-            slow = (
-                len(largest) > calls
-                and largest[-1] - largest[-1 - calls] <= converged * largest[-1]
-            )
-            if last or slow or largest[-1] >= enough:
+        beside.append(float(torch.linalg.vector_norm(w)))
+        breakdown = 8 * torch.finfo(w.dtype).eps * max(map(abs, diagonal))
+        last = j + 1 == steps or beside[-1] <= breakdown
+        if last or (j + 1) % every == 0:
+            T = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+            T += torch.diag(torch.tensor(beside[1:-1], dtype=torch.float64), -1)
+            before, value = value, float(torch.linalg.eigvalsh(T)[-1])  # reads the lower triangle
+            if last or value >= enough or value - before <= converged * value:
                 break
-        T[j + 1, j] = beta
-        q = w / beta
-    return vectors[:, -1].to(Q) @ basis
+        q = w / beside[-1]
+    vectors = torch.linalg.eigh(T)[1]
+    return vectors.flip(1).mT.to(Q) @ basis
 
 
 # --- brackets of matrices ---------------------------------------------------------------------------------------------------
 
 
-def cholesky_bracket(
-    W: Tensor,
-    rtol: float,
-    start: Tensor | None = None,
-    enough: float = 0.0,
-    single: Tensor | None = None,
-) -> Result:
+def cholesky_bracket(W: Tensor, rtol: float) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
-    Real matrices with a start are tried in float32 first.
-
     Args:
-        W: one matrix, real or complex.
+        W: one matrix, real or complex; large real ones are tried in float32 first.
         rtol: relative gap to reach.
-        start: a guess of the top vector of the smaller side.
-        enough: an upper end that suffices; given with a start, it is tried first.
-        single: `syrk(W, float32)`, if it is there already.
 
     Returns:
         Both ends, and a vector near the top of the smaller side.
@@ -371,15 +330,15 @@ def cholesky_bracket(
     A, e = rescaled(small_side(W.cpu()))
     if not bool(A.sum()) and not bool(A.any()):  # a sum is the faster of the two
         return 0.0, 0.0, A.new_ones(A.shape[1])
-    limit = ldexp_down(enough, -e)
-    with single_thread(A.numel() * A.shape[1]):
+    n, work = A.shape[1], A.numel() * A.shape[1]
+    with single_thread(work):
         result = None
-        if start is not None and not A.is_complex():
-            G = syrk(A, torch.float32) if single is None or e else single
-            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+        if work >= SINGLE_FROM and n < SINGLE_UP_TO and rtol >= 1e-5 and not A.is_complex():
+            G = syrk(A, torch.float32)
+            result = _split_bracket(A, G, *syrk_error(A, G), rtol, random_start(n, G))
         if result is None:
             G = syrk(A)
-            result = bracket_of_gram(G, *syrk_error(A, G), rtol, A, start, limit)
+            result = bracket_of_gram(G, *syrk_error(A, G), rtol)
         assert result is not None
         lower, upper, v = result
     return ldexp_down(lower, e), ldexp_up(upper, e), v
@@ -398,22 +357,21 @@ def bracket_of_gram(
 
     The lower end is a Rayleigh quotient, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz
     vector had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
-    None where float32 cannot reach the tolerance.
+    None where G is in float32 and its rounding is in the way.
 
     Args:
         G: the Gram matrix, not zero.
         error: norm of what G may be off by.
         size: at least `‖A‖_F²`.
         rtol: relative gap to reach.
-        A: the matrix, for lower ends `‖Av‖/‖v‖`; None: they are read off G, in float64.
+        A: the matrix, if G is in float32; lower ends are read off G otherwise.
         start: a guess of the top vector.
         enough: an upper end that suffices; given with a start, it is tried first.
     """
-    n, dtype = len(G), G.dtype
-    steering = G / torch.diagonal(G).real.amax()
-    if (
-        rtol >= 1e-5
-    ):  # float32 steers well enough, unless it could not tell the top from its neighbours
+    n = len(G)
+    steering = G if G.dtype is torch.float32 else G / torch.diagonal(G).real.amax()
+    # float32 steers well enough, unless it could not tell the top from its neighbours
+    if rtol >= 1e-5:
         steering = steering.to(torch.complex64 if G.is_complex() else torch.float32)
     v = (
         random_start(n, steering)
@@ -424,9 +382,9 @@ def bracket_of_gram(
     def rayleigh(v: Tensor) -> float:
         if A is not None:
             return float(rayleigh_lower(A, v))
-        w = v.double() / torch.linalg.vector_norm(v.double())
-        rounding = gamma(4 * n + 16, torch.float64) * float(torch.linalg.matrix_norm(G)) * 2
-        return deflate(math.sqrt(max(0.0, float(w @ (G.double() @ w)) - rounding - error)))
+        w = wide(v) / torch.linalg.vector_norm(wide(v))
+        rounding = 4 * gamma(8 * n + 32, torch.float64) * size
+        return deflate(math.sqrt(max(0.0, float(torch.vdot(w, G @ w).real) - rounding - error)))
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
@@ -441,26 +399,75 @@ def bracket_of_gram(
         if value**2 < aim and is_below(G, aim, error):
             return value, enough if aim == tau else inflate(math.sqrt(inflate(aim))), v
 
+    if A is not None:
+        return _split_bracket(A, G, error, size, rtol, v)
     loss = n * cholesky_gamma(n, torch.float64)  # of a proof in float64, at worst
     slack = 0.9 * max(rtol, 5 * loss)
     for attempt in itertools.count(1):
-        v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
+        v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)[0]
         value = rayleigh(v)
         if value > lower:
             best, lower = v, value
         tau = max(lower**2, error) * (1 + slack) ** 2
-        # what rounding costs: the error of G twice, and the loss of the proof
-        if (
-            dtype is torch.float32
-            and expected_loss(G, tau) / 2 + error / max(lower**2, 1e-300) > 0.75 * slack
-        ):
-            return None
         if tau >= size or is_below(G, tau, error):
             return lower, inflate(math.sqrt(inflate(min(tau, size)))), best
-        if dtype is torch.float32:
-            return None
         if attempt >= 6:
             slack *= 2
+    return None
+
+
+def _split_bracket(
+    A: Tensor, G: Tensor, error: float, size: float, rtol: float, v: Tensor
+) -> Result | None:
+    """`(lower, upper, v)` of σ₁(A) from its Gram matrix in float32, of which only a bound off the top is used.
+
+    Let the rows of Q be near the top of a real A, `x = Qᵀy + r` with `Qr = 0`, and Z any matrix. Then, with `H = QAᵀAQᵀ`,
+
+        ‖Ax‖² = yᵀHy + 2yᵀRr + ‖Ar‖²,      R = QAᵀA − ZQ,
+
+    so σ₁² ≤ τ if `‖Ar‖² ≤ β‖r‖²` and `H + RRᵀ/(τ − β) ⪯ τQQᵀ`. The first is proved by a factorisation in float32 of G
+    without its top, with room for all rounding; H and R are computed in float64.
+
+    Args:
+        A: the matrix.
+        G: its Gram matrix in float32, to be overwritten.
+        error: norm of what G may be off by.
+        size: at least `‖A‖_F²`.
+        rtol: relative gap to reach.
+        v: where Lanczos steps start.
+    """
+    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 64)[:4]
+    single = torch.linalg.qr(vectors.double().mT)[0].mT.float().contiguous()
+    Q = single.double()
+    k, n = Q.shape
+    H, B = Q.new_zeros(k, k), torch.zeros_like(Q)
+    for piece in A.split(max(1, 2**17 // n)):  # copies that stay in the cache
+        A64 = piece.double()
+        Y = Q @ A64.mT
+        H.addmm_(Y, Y.mT)
+        B.addmm_(Y, A64)
+    R = torch.addmm(B, B @ Q.mT, Q, alpha=-1)
+    values = H.diagonal()
+    top, last = float(values[0]), float(values[-1])
+    beta = top - 3 / 8 * (top - last)
+    # ‖QQᵀ − I‖, and what the products in float64 may be off by: ‖Q‖_F² ≤ 2k
+    g = gamma(2 * sum(A.shape) + 4 * k, torch.float64)
+    defect = float(torch.linalg.matrix_norm(Q @ Q.mT - torch.eye(k, dtype=Q.dtype))) + 2 * k * g
+    lost = 16 * k * g * size
+    square = deflate(deflate(top - lost) / (1 + defect))
+    tau = square * (1 + rtol)
+    if not (defect < 1e-3 and beta + error + lost < tau and last + error < beta):
+        return None
+
+    rest = G.addmm_((single * values[:, None].float()).mT, single, alpha=-1)
+    rounding = 4 * gamma(k + 8, torch.float32) * size + k * n * torch.finfo(torch.float32).tiny
+    length, room = float(torch.linalg.matrix_norm(R)), deflate(tau - beta)
+    lost += ((length + lost) ** 2 - length**2 + 4 * g * length**2) / room
+    S = H + R @ R.mT / room
+    if is_below(rest, beta, inflate(error + rounding)) and is_below(
+        S, deflate(tau * (1 - defect)), inflate(lost)
+    ):
+        return deflate(math.sqrt(square)), inflate(math.sqrt(tau)), single[0]
     return None
 
 
@@ -471,11 +478,10 @@ def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
         W: matrices `(..., m, n)`.
         rtol: relative gap to reach.
     """
-    if W.dim() == 2 and min(W.shape) >= LARGE:
-        lower, upper, v = cholesky_bracket(W, rtol)
-        return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v
-    if W.dim() > 2 and min(W.shape[-2:]) >= LARGE:
-        flat = [dense_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
-        low, high, v = (torch.stack([f[i] for f in flat]) for i in range(3))
-        return low.reshape(W.shape[:-2]), high.reshape(W.shape[:-2]), v.reshape(*W.shape[:-2], -1)
-    return gram_bracket(W, rtol)
+    if min(W.shape[-2:]) < LARGE:
+        return gram_bracket(W, rtol)
+    results = [cholesky_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
+    lower, upper = torch.tensor([x[:2] for x in results], dtype=torch.float64).mT
+    v = torch.stack([x[2] for x in results])
+    shape = W.shape[:-2]
+    return lower.reshape(shape), upper.reshape(shape), v.reshape(*shape, -1)

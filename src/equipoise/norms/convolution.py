@@ -179,7 +179,7 @@ def _lattice_bound(
     symbol, peak = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
     group = torch.tensor([peak.group])
     G = symbol.gram(group, peak.omega[None], torch.float32)[0]
-    v = lanczos(G.matmul, random_start(len(G), G), steps=64, converged=tol / 64)
+    v = lanczos(G.matmul, random_start(len(G), G), steps=64, converged=tol / 64)[0]
     if not windows:
         at_symbol = float(rayleigh_lower(symbol.at(group, peak.omega[None])[0], v)) - float(
             symbol.at_error()[peak.group]
@@ -334,10 +334,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    first, calls = quick.weight.new_zeros(1) if start is None else start.to(quick.weight), 2
+    first, every = quick.weight.new_zeros(1) if start is None else start.to(quick.weight), 2
     if not bool(first.any()):  # no start, or all of it vanished
-        first, calls = random_start(columns, quick.weight), 6
-    v = lanczos(multiply, first.flatten(), steps, rtol / 10, calls, target, every=1)
+        first, every = random_start(columns, quick.weight), 6
+    v = lanczos(multiply, first.flatten(), steps, rtol / 10, target, every)[0]
     x = v.double().reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)

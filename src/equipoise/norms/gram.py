@@ -13,8 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from equipoise.core.checks import require_tensor, require_type
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, require_tensor, require_type
 from equipoise.core.precision import frobenius, gamma, inflate, power_of_two_scale, require_finite
 
 Readout = Literal["fro", "one", "inf"]

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError
+from equipoise.core import Bracket, InputError
 from equipoise.core.precision import gamma, inflate, require_finite
 from equipoise.maps.geometry import padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix

@@ -13,16 +13,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_type
-from equipoise.core.errors import InputError, Refused
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Refused,
+    require_number,
+    require_one_of,
+    require_tensor,
+    require_type,
+)
 from equipoise.core.precision import (
     frobenius,
     full_precision,
     gamma,
     inflate,
     ldexp_up,
-    require_finite,
     rescaled,
 )
 
@@ -46,10 +52,9 @@ def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
         raise InputError(
             f"the reference materialises the operator; {size} inputs are too many (at most 20000)"
         )
-    module = copy.deepcopy(module).eval()
     is_complex = any(p.is_complex() for p in module.parameters())
     dtype = torch.complex128 if is_complex else torch.float64
-    module = module.to(dtype) if is_complex else module.double()
+    module = copy.deepcopy(module).eval().to(dtype)
     with torch.no_grad():
         zero = module(torch.zeros(1, *input_shape, dtype=dtype)).flatten(1)
         rows = [
@@ -99,21 +104,11 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
 
     Reference: Delattre et al. 2024, *Spectral norm of convolutional layers with circular and zero paddings*; errata 2 and 3.
     """
-    require_type(K, Tensor, "K")
-    if K.dim() != 4:
-        raise InputError(
-            f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}"
-        )
-    if readout not in ("inf", "fro"):
-        raise InputError(f"readout must be inf or fro, got {readout!r}")
-    if not isinstance(iterations, int) or iterations < 0:
-        raise InputError(f"iterations must be a whole number ≥ 0, got {iterations}")
-    if K.is_complex():
-        raise InputError(
-            "norm2_toep takes a real kernel; spectral_norm and conv_norm take complex ones"
-        )
+    require_tensor(K, "K", dims=4)
+    require_one_of(("inf", "fro"), readout=readout)
+    require_number(iterations, "iterations", least=0, whole=True)
     with torch.no_grad(), full_precision():
-        A = require_finite(K.detach()).double().cpu()
+        A = K.detach().double().cpu()
         if A.shape[0] < A.shape[1]:
             A = A.transpose(0, 1).flip(2, 3)  # the adjoint: fewer channels to iterate on
         c = A.shape[1]

@@ -28,7 +28,7 @@ from equipoise.norms.symbol import Symbol, grid_frequencies
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
-CHUNK_BYTES = 5 * 2**19
+CHUNK_BYTES = 2**21
 #: points per group at which the search looks first, before it goes uphill
 SCOUTS = 64
 
@@ -115,7 +115,7 @@ class Search:
         stride = 1 + len(cells) // (SCOUTS * self.symbol.kernel.shape[0])
         self._scout(cells.take(cells.index[::stride]))
         self._choose_dtype()
-        step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
+        step = tuple(3 * math.pi / n if n > 1 else 0.0 for n in sizes)
         before = 0.0
         # uphill on the grid: a good first target saves proving everything twice
         while stride > 1 and self.best > before * (1 + self.tol / 4):
@@ -205,7 +205,7 @@ class Search:
     def _scout(self, cells: Cells) -> None:
         """Raise the best value at the cells that a few steps find largest."""
         chunks = (cells.take(rows) for rows in self._chunks(cells.index))
-        values = torch.cat([self._values(x, min(8, self.steps)) for x in chunks])
+        values = torch.cat([self._values(x, 8) for x in chunks])
         self._probe(cells.take(values.topk(min(4, len(cells))).indices))
 
     def _here(self, half: tuple[float, ...]) -> Cells:
@@ -246,11 +246,11 @@ class Search:
             if not len(rest):
                 continue
             values = _ritz_values(G[rest], 8)
-            if self.dtype is torch.float32:  # some lack only what a proof in single precision loses
-                close = values < limit[rest]
-                again = rest[close]
-                close[close.clone()] = below(G[again], limit[again], dtype=torch.complex128)
-                rest, values = rest[~close], values[~close]
+            # some lack only what a proof in single precision loses
+            close = values < limit[rest]
+            again = rest[close]
+            close[close.clone()] = below(G[again], limit[again], dtype=torch.complex128)
+            rest, values = rest[~close], values[~close]
             left.append(rows[rest])
             scores.append(values)
         index = torch.cat(left)

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, inflate
+from equipoise.core import Bracket, InputError, Refused, gamma, inflate
 from equipoise.norms.cholesky import bracket_of_gram, cholesky_bracket, syrk, syrk_error
 from equipoise.norms.tracking import TrackedNorm, frobenius_norm
 

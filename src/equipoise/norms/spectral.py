@@ -7,8 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError
+from equipoise.core import Bracket, InputError
 from equipoise.core.precision import (
     deflate,
     frobenius,

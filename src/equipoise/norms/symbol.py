@@ -227,7 +227,8 @@ class Symbol:
             cross = re.mT @ im
             return torch.complex(torch.baddbmm(re.mT @ re, im.mT, im), cross - cross.mT)
         c = self.kernel.shape[2]
-        weights = [w.to(dtype) for w in self._weights(omega)]
+        angle = omega @ self.offsets.mT  # (F, B)
+        weights = [w.to(dtype) for w in (angle.cos(), angle.sin())]
         X, Y = (
             _combine(w, part, groups)
             for w, part in zip(weights, self._coefficients(dtype), strict=True)
@@ -266,11 +267,6 @@ class Symbol:
         norms = 2 * frobenius(self.correlations)
         norms[:, 0] = 0
         return inflate(norms)
-
-    def _weights(self, omega: Tensor) -> tuple[Tensor, Tensor]:
-        """What the coefficients of the real and of the imaginary part are multiplied by."""
-        angle = omega @ self.offsets.mT  # (F, B)
-        return angle.cos(), angle.sin()
 
     def _coefficients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Coefficients `(g, B, c²)` of the real and the imaginary part. With θ = b·ω:

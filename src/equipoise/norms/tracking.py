@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
-from equipoise.core.modules import fresh_strides
+from equipoise.core import InputError, fresh_strides
 from equipoise.core.precision import (
     deflate,
     frobenius,
@@ -281,8 +280,8 @@ class TrackedMatrix(TrackedNorm):
                 if upper <= max(enough, (1 + rtol) * lower):
                     return lower, upper
                 self.T = self.T[:0]
-            result = bracket_of_gram(G, error, size, rtol / 2, None, Q[-1], enough)
-        lower, upper, _ = result or cholesky_bracket(cpu, rtol / 2, enough=enough)
+            result = bracket_of_gram(G, error, size, rtol / 2, cpu, Q[-1], enough)
+        lower, upper, _ = result or cholesky_bracket(cpu, rtol / 2)
         return lower, upper
 
     def state_dict(self) -> dict[str, Tensor]:

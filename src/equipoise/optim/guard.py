@@ -12,10 +12,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bracket, format_up
-from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import deflate, full_precision, inflate, unit_roundoff
+from equipoise.core import (
+    POSITIVE,
+    Bracket,
+    InputError,
+    Refused,
+    deflate,
+    format_up,
+    full_precision,
+    inflate,
+    require_module,
+    require_number,
+    require_one_of,
+    unit_roundoff,
+)
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.sharded import TrackedShards, is_sharded

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.checks import require_number, require_type
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, require_number, require_type
 
 
 class Muon(torch.optim.Optimizer):

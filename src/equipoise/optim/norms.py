@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.checks import require_number
-from equipoise.core.precision import unit_roundoff
+from equipoise.core import Bracket, require_number, unit_roundoff
 from equipoise.norms.spectral import spectral_norm
 from equipoise.optim.guard import hooked_optimizer
 from equipoise.regularizers.selection import name_matches

@@ -29,8 +29,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
-from equipoise.core.errors import InputError
+from equipoise.core import POSITIVE, InputError, require_module, require_number, require_one_of
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, require_finite
 from equipoise.norms.spectral import spectral_norm
 from equipoise.optim.guard import hooked_optimizer

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Floats
-from equipoise.core.errors import InputError
+from equipoise.core import Floats, InputError
 from equipoise.lipschitz.report import Report
 from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS

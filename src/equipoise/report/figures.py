@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Floats
-from equipoise.core.accuracy import percent
-from equipoise.core.bounds import format_down, format_up
+from equipoise.core import Floats, format_down, format_up, percent
 from equipoise.report.collect import Attacks, Series
 
 Figure = dict[str, Any]

@@ -10,9 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from equipoise.core.accuracy import percent, round_levels
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, format_down, format_up, percent, round_levels
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures

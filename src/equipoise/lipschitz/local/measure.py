@@ -23,10 +23,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core.bounds import Bracket
-from equipoise.core.checks import require_one_of, require_positive
-from equipoise.core.errors import Refused
-from equipoise.core.precision import frobenius, full_precision, inflate
+from equipoise.core import (
+    Bracket,
+    Refused,
+    frobenius,
+    full_precision,
+    inflate,
+    require_one_of,
+    require_positive,
+)
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.capture import as_batch, as_function, capture
 from equipoise.lipschitz.chains import chain_total

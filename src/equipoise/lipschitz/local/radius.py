@@ -16,9 +16,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.checks import require_labels, require_one_of, require_positive
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import deflate, full_precision, inflate
+from equipoise.core import (
+    InputError,
+    Refused,
+    deflate,
+    full_precision,
+    inflate,
+    require_labels,
+    require_one_of,
+    require_positive,
+)
 from equipoise.lipschitz.capture import as_batch, as_function, capture
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs

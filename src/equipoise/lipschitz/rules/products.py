@@ -85,7 +85,7 @@ def _normalised(
         centred: whether the mean is taken off, where groups may be the rows of the last dimension; None where they are not.
     """
     x, weight, bias = call.x, call.constant("weight"), call.constant("bias")
-    eps = torch.finfo(x.dtype).eps if call["eps"] is None else float(call["eps"])
+    eps = float(call["eps"])
     if not eps > 0:
         call.refuse(
             "a normalisation with ε = 0 is not Lipschitz near constant inputs", "set eps > 0"
