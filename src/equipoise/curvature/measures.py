@@ -156,10 +156,6 @@ class SpectralDensity(_Measured):
     nodes: Vector = field(repr=False)
     weights: Vector = field(repr=False)
 
-    def mass_below(self, value: float) -> float:
-        """Estimate of the share of eigenvalues at most `value`."""
-        return float(self.weights[self.nodes <= value].sum())
-
 
 def spectral_density(
     hessian: LossHessian, *, steps: int = 30, vectors: int = 4, seed: int = 0

@@ -132,9 +132,9 @@ def _scaled(call: Call, y: Near, shape: Sequence[int]) -> Near:
 
 def _layer_norm(call: Call, x: Near) -> Near:
     shape = call["normalized_shape"]
-    eps = float(call["eps"])
     dims = tuple(range(-len(shape), 0))
-    return _scaled(call, _normalised(x, dims, eps, "rms" not in aten_name(call.node)), shape)
+    centred = "rms" not in aten_name(call.node)
+    return _scaled(call, _normalised(x, dims, float(call["eps"]), centred), shape)
 
 
 def _group_norm(call: Call, x: Near) -> Near:

@@ -267,7 +267,8 @@ class TrackedMatrix(TrackedNorm):
         G = syrk(cpu, torch.float32)
         error, size = syrk_error(cpu, G)
         result = None
-        if math.isfinite(error) and bool(G.any()):
+        # squares of larger or smaller products would leave single precision
+        if math.isfinite(error) and 1e-16 < size < 1e16:
             Q, values = improved(G, self.Q.cpu())
             self.Q = Q.to(A)
             proved = prove_rest(G, error, size, Q, values)
