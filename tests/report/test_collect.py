@@ -25,7 +25,8 @@ def folder(tmp_path_factory):
     plain = certify(net, (x, y), run_dir=root / "plain", **lvm)
     votes.add_attacks([AttackRow(id=i, epsilon=9.0, success=True, distance=8.5) for i in range(6)])
     votes.add_attacks([AttackRow(id=i, epsilon=1e-6, success=False) for i in range(12)])
-    proved = prove(net, (x, y), run_dir=root / "proved", name="toy")
+    wrong = torch.arange(12) > 8
+    proved = prove(net, (x, (y + wrong) % 3), run_dir=root / "proved", name="toy")
     proved.add_attacks([AttackRow(id=0, epsilon=1e-5, success=False)])
     proved.add_attacks([AttackRow(id=1, epsilon=9.0, success=True, distance=8.5)])
     return root, votes, soft, plain
@@ -44,6 +45,7 @@ def test_runs_attacks_and_audits_come_together(folder):
     assert bool((data.series[3].results.radius >= data.series[4].results.radius).all())
     assert [a.kind for a in data.attacks] == ["base", "smoothed"]
     assert np.isfinite(data.attacks[1].distance).sum() == 6
+    assert np.allclose(12 * data.attacks[0].accuracy([0.0, 9.0]), [9, 8])  # of all inputs, as certified accuracy is
     assert data.audits["net"]["upper"] == bound.upper
     assert data.tested is not None
     assert data.tested.broken == 0

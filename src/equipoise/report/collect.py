@@ -62,7 +62,7 @@ class Attacks:
     settings: str = ""
 
     def accuracy(self, epsilon: Any) -> Floats:
-        """The share of attacked inputs with no adversarial example found within ε."""
+        """The share of the inputs with no misclassified point found within ε."""
         distances = np.sort(self.distance)
         within = np.searchsorted(distances, np.asarray(epsilon, dtype=np.float64), side="right")
         return np.asarray(1 - within / len(distances))
@@ -269,7 +269,7 @@ def _published(name: str, path: Path) -> Series:
 
 
 def closest(model: str, name: str, run: Run) -> list[Attacks]:
-    """The distance of the closest misclassified point found for each attacked input, ∞ where none was.
+    """The distance of the closest misclassified point found for each input: 0 where it is answered wrong, ∞ where none was.
 
     Args:
         model: title of the network.
@@ -277,17 +277,19 @@ def closest(model: str, name: str, run: Run) -> list[Attacks]:
         run: with its attacks.
     """
     rows = run.attacks()
-    distances: dict[str, float] = {}
+    distances = {
+        str(i): 0.0 if status == "wrong" else math.inf
+        for i, status in zip(run.ids, run.results().status, strict=True)
+    }
     for row in rows:
-        reached = math.inf
         if row.success:
             reached = row.epsilon if row.distance is None else row.distance
-        distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
-    kept = tuple(str(i) for i in run.ids if str(i) in distances)
+            distances[str(row.id)] = min(distances[str(row.id)], reached)
     settings = sorted({f"{row.steps} steps, seed {row.seed}" for row in rows})
     kind = "base" if run.kind == "proved" else "smoothed"
-    distance = np.array([distances[i] for i in kept])
-    return [Attacks(model, name, kind, kept, distance, "; ".join(settings))] if kept else []
+    distance = np.array([*distances.values()])
+    ids = tuple(distances)
+    return [Attacks(model, name, kind, ids, distance, "; ".join(settings))] if rows else []
 
 
 def as_document(data: ReportData) -> dict[str, Any]:
