@@ -178,7 +178,7 @@ def _format(x: Number, digits: int, rounding: str) -> str:
         .create_decimal(decimal.Decimal(x))
         .normalize()
     )
-    return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:.{digits}g}"
+    return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:e}"
 
 
 def _tensor(x: Number) -> Tensor:
