@@ -159,8 +159,9 @@ def collect(
         run, model = runs[name], titles[name]
         norm = BALLS[run.settings.norm]
         panel = model if norm == "ℓ2" else f"{model}, {norm}"  # radii of two norms share no axis
-        attacks += closest(panel, name, run)
-        for s in _series(name, panel, run):
+        curves = _series(name, panel, run)
+        attacks += closest(curves[0], run)
+        for s in curves:
             series.append(s)
             count, violations = run.contradictions(s.results)
             tried += count
@@ -268,18 +269,17 @@ def _published(name: str, path: Path) -> Series:
     return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
 
 
-def closest(model: str, name: str, run: Run) -> list[Attacks]:
+def closest(own: Series, run: Run) -> list[Attacks]:
     """The distance of the closest misclassified point found for each input: 0 where it is answered wrong, ∞ where none was.
 
     Args:
-        model: title of the network.
-        name: of the run.
+        own: the curve of the run's own procedure.
         run: with its attacks.
     """
     rows = run.attacks()
     distances = {
-        str(i): 0.0 if status == "wrong" else math.inf
-        for i, status in zip(run.ids, run.results().status, strict=True)
+        i: 0.0 if status == "wrong" else math.inf
+        for i, status in zip(own.ids, own.results.status, strict=True)
     }
     for row in rows:
         if row.success:
@@ -288,8 +288,8 @@ def closest(model: str, name: str, run: Run) -> list[Attacks]:
     settings = sorted({f"{row.steps} steps, seed {row.seed}" for row in rows})
     kind = "base" if run.kind == "proved" else "smoothed"
     distance = np.array([*distances.values()])
-    ids = tuple(distances)
-    return [Attacks(model, name, kind, ids, distance, "; ".join(settings))] if rows else []
+    about = "; ".join(settings)
+    return [Attacks(own.model, own.run, kind, own.ids, distance, about)] if rows else []
 
 
 def as_document(data: ReportData) -> dict[str, Any]:
