@@ -14,7 +14,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix moves along its orthogonalised momentum, by `lr·√max(1, m/n)` as in `torch.optim.Muon`. Groups with
     `orthonormal=True` hold stacks of matrices `(…, m, n)` that stay orthonormal, as those of BCOP layers: a step of norm about
-    `lr`, then three steps `W ← (3/2)W − (1/2)WWᵀW` back.
+    `lr`, then three steps `W ← (3/2)W − (1/2)WWᵀW` back, two of them where lr is at most 0.02.
 
     Args:
         params: parameters or groups, as for any optimizer.
@@ -84,8 +84,10 @@ class Muon(torch.optim.Optimizer):
             W.mul_(1 - lr * group["weight_decay"]).sub_(lr * longer * M.to(W.dtype))
             return
         turned = W - lr * M.to(W.dtype)
-        for _ in range(3):
-            turned = 1.5 * turned - 0.5 * (turned @ turned.mT @ turned)
+        identity = torch.eye(turned.shape[-2], dtype=W.dtype, device=W.device)
+        # each of them squares ‖WWᵀ − I‖
+        for _ in range(2 if lr <= 0.02 else 3):
+            turned = (1.5 * identity - 0.5 * (turned @ turned.mT)) @ turned
         W.copy_(turned)
 
 

@@ -117,23 +117,23 @@ class Polar(torch.autograd.Function):
     With `WWᵀ = U·diag(s²)·Uᵀ`, a gradient g for Q, `B = gQᵀ`, `S⁻¹ = U·diag(1/s)·Uᵀ` and Y with the entries
     `(Uᵀ(B − Bᵀ)U)_ij/(s_i + s_j)` in the basis U, the gradient for W is `S⁻¹g + (Y − S⁻¹B)Q`: three large products instead of
     four for every step taken. (From `dW = dS·Q + S·dQ` with a skew `dQ·Qᵀ`; the last step has derivative 1 on such dQ.)
-    Higher derivatives go through the steps. Where W is orthonormal up to `NEARLY`, as `optim.Muon` keeps it, U and s·scale are
-    those of the identity.
+    Higher derivatives go through the steps. Where W is orthonormal up to `NEARLY`, as `optim.Muon` keeps it, Q is W up to the
+    last step, and the gradient is `g − ½(B + Bᵀ)Q`.
     """
 
     @staticmethod
-    def forward(raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Q, and what the gradient needs: Q with its digits, U, and s in the units of raw."""
-        scale = or_one(raw.abs().amax((-2, -1), keepdim=True).double())
-        W = raw.double() / scale
+    def forward(raw: Tensor) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        """Q, and what the gradient needs where W is not orthonormal: Q with its digits, U, and s in the units of raw."""
+        W = raw.double()
+        gram = W @ W.mT
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        if (torch.linalg.matrix_norm(gram - identity) < NEARLY).all():
+            return last_step(W, raw.dtype, gram).to(raw.dtype), None, None, None
+        scale = or_one(W.abs().amax((-2, -1), keepdim=True))
+        W = W / scale
         gram = W @ W.mT
         whole = gram.isfinite().all((-2, -1), keepdim=True)
-        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
-        if (torch.linalg.matrix_norm(gram * scale**2 - identity) < NEARLY).all():
-            squares = (scale**-2)[..., 0].expand_as(gram[..., 0])
-            U = identity
-        else:
-            squares, U = torch.linalg.eigh(torch.where(whole, gram, 0.0))
+        squares, U = torch.linalg.eigh(torch.where(whole, gram, 0.0))
         most = squares[..., -1:]
         s = squares.maximum(SMALLEST**2 * or_one(most)).sqrt()
         Q = (U / s[..., None, :]) @ (U.mT @ W)
@@ -151,7 +151,7 @@ class Polar(torch.autograd.Function):
             output: that of `forward`.
         """
         ctx.save_for_backward(*inputs, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -163,7 +163,11 @@ class Polar(torch.autograd.Function):
         if torch.is_grad_enabled():  # for higher derivatives
             values = by_steps(raw, CONVERGING).to(raw.dtype)
             return torch.autograd.grad(values, raw, g, create_graph=True)[0]
-        g = g.to(Q.dtype)
+        g = g.to(_precision(raw))
+        if Q is None:
+            Q = raw.to(g.dtype)
+            B = g @ Q.mT
+            return (g - (B + B.mT) / 2 @ Q).to(raw.dtype)
         B = g @ Q.mT
         C = U.mT @ B @ U
         Y = (C - C.mT) / (s[..., :, None] + s[..., None, :]) - C / s[..., :, None]
@@ -198,7 +202,7 @@ def scaled_steps() -> tuple[float, ...]:
 CONVERGING = scaled_steps()
 
 
-def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def last_step(W: Tensor, dtype: torch.dtype | None = None, gram: Tensor | None = None) -> Tensor:
     """`f(W)` in float64 for any W with no more rows than columns: norm at most 1, also once it is rounded to `dtype` (that of W).
 
     The norm is first brought to at most 2 with `σ² ≤ min(‖WWᵀ‖_F, ‖WWᵀ‖_∞)`, which changes nothing near convergence.
@@ -208,11 +212,12 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Args:
         W: matrices with no more rows than columns.
         dtype: that the result will be rounded to.
+        gram: `WW*` in float64, where it is known.
     """
     dtype = dtype or W.dtype
     W = W.to(torch.complex128 if W.is_complex() else torch.float64)
     m, n = W.shape[-2:]
-    G = W @ W.mH
+    G = W @ W.mH if gram is None else gram
     bound = torch.minimum(torch.linalg.matrix_norm(G), G.abs().sum(-1).amax(-1))[..., None, None]
     c2 = (bound / 3.9).clamp_min(1.0)
     W = W / c2.sqrt()
@@ -360,14 +365,13 @@ class BCOP(Parametrization):
         K = H.transpose(1, 2) if self.outside else H
         if self.projections is not None:
             V = orthonormal(self.projections).double()
-            P = V @ V.mT
             axes = [
                 3 + axis
                 for axis, m in enumerate(self.core)
                 for _ in range(self.geometry.shape[2 + axis] - m)
             ]
             for j, axis in enumerate(axes):
-                K = two_taps(K, P[j], axis)
+                K = two_taps(K, V[j], axis)
         K = K.transpose(1, 2) if self.outside else K
         return (K * (1 - self._rounding(raw.dtype))).reshape(self.geometry.shape).to(raw.dtype)
 
@@ -390,16 +394,16 @@ def orthonormal_parameters(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
-    """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`.
+def two_taps(K: Tensor, V: Tensor, axis: int) -> Tensor:
+    """`K ⊠ (P, I − P)` with `P = VVᵀ` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`.
 
     Args:
         K: kernel.
-        P: projections (g, c, c).
+        V: orthonormal columns (g, c, r).
         axis: of the new tap.
     """
     last = K.movedim(2, -1)  # channels last: one product for all taps
-    first = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
+    first = (last.flatten(1, -2) @ V @ V.mT).reshape(last.shape).movedim(-1, 2)
     none = torch.zeros_like(K.narrow(axis, 0, 1))
     return torch.cat([first, none], axis) + torch.cat([none, K - first], axis)
 
