@@ -14,10 +14,18 @@ from equipoise.lipschitz import induced_bound, induced_norm
 from equipoise.norms import operator_matrix
 
 
+COMPLEX = [nn.Linear(5, 3, dtype=torch.complex64), nn.Conv1d(2, 3, 3, padding=1, dtype=torch.complex64)]
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
 @pytest.mark.parametrize("order", ["l1", "linf"])
-@pytest.mark.parametrize("operator", [nn.Linear(5, 3), *OPERATORS[::3]], ids=lambda o: getattr(o, "id", "linear"))
+@pytest.mark.parametrize(
+    "operator", [nn.Linear(5, 3), *COMPLEX, *OPERATORS[::3]], ids=lambda o: getattr(o, "id", type(o).__name__)
+)
 def test_layers_against_their_matrix(operator, order):
     layer, shape, size = operator, (5,), None
+    if isinstance(operator, nn.Conv1d):
+        shape, size = (2, 5), (5,)
     if isinstance(operator, Operator):
         layer, shape, size = operator.layer, operator.input_shape, operator.size
     truth = float(operator_matrix(layer, shape).abs().sum(0 if order == "l1" else 1).max())

@@ -135,15 +135,16 @@ def test_exact_numbers_and_refusals():
         eq.optim.QKGuard(model, rung="weights", norms={"self_attn": nn.BatchNorm1d(16)}).ceilings()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_norms_of_updates_and_weights_per_matrix_and_head(dtype):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3)).to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     log = eq.optim.norms(optimizer, net, heads={"0.*": 4}, every=2)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
     for step in range(4):
-        before = [p.detach().double().clone() for p in net.parameters()]
-        net(torch.randn(5, 12, dtype=dtype)).square().sum().backward()
+        before = [p.detach().to(wide, copy=True) for p in net.parameters()]
+        net(torch.randn(5, 12, dtype=dtype)).abs().square().sum().backward()
         optimizer.step()
         if step % 2:
             continue  # nothing is measured, the last numbers stay
@@ -152,7 +153,7 @@ def test_norms_of_updates_and_weights_per_matrix_and_head(dtype):
         for (name, p), old in zip(net.named_parameters(), before, strict=True):
             if p.dim() < 2:
                 continue
-            found, now = rows[name], p.detach().double()
+            found, now = rows[name], p.detach().to(wide)
             for bracket, truth in ((found.weight, now), (found.update, now - old)):
                 blocks = truth.unflatten(0, (4, -1)) if name == "0.weight" else truth
                 sigma = torch.linalg.matrix_norm(blocks, 2)

@@ -65,7 +65,7 @@ class Computed(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return self.compute(*args)
         tensors = self._tensors(args)
-        _refuse_half(type(self).__name__, tensors)
+        _check_dtypes(type(self).__name__, tensors)
         if self.training:
             return self._exact(args)
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
@@ -243,8 +243,12 @@ def _same_storage(sources: Tensors, traced: Tensors) -> bool:
     return True
 
 
-def _refuse_half(name: str, tensors: Tensors) -> None:
+def _check_dtypes(name: str, tensors: Tensors) -> None:
     for tensor in tensors:
+        if tensor.is_complex():
+            raise Refused(
+                f"{name} is proved for real weights, got {tensor.dtype}; split them into real and imaginary parts"
+            )
         if tensor.dtype in (torch.float16, torch.bfloat16):
             raise Refused(
                 f"{name} holds {tensor.dtype} parameters: a rounded weight has no guarantee; keep it in float32 (under "
@@ -287,6 +291,7 @@ class ComputedLayer(Computed):
         self._start(self.plain_type(*args, **options), own)
 
     def _start(self, plain: Any, options: dict[str, Any]) -> None:
+        _check_dtypes(type(self).__name__, (plain.weight,))
         for name in inspect.signature(type(plain)).parameters:
             if name not in ("bias", "device", "dtype"):
                 setattr(self, name, getattr(plain, name))
@@ -489,6 +494,7 @@ def register(
         raise InputError(
             f"{type(module).__name__} has no tensor {name!r}; run a forward pass first if it is lazy"
         )
+    _check_dtypes(kind.__name__, (tensor,))
     if parametrize.is_parametrized(module, name):
         raise InputError(
             f"{name!r} of {type(module).__name__} has a parametrization; remove it with "

@@ -19,6 +19,7 @@ from equipoise.core.precision import gamma, inflate, require_finite
 from equipoise.maps.geometry import padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.reading import read
+from equipoise.norms.gram import wide
 
 Order = Literal["l1", "linf"]
 
@@ -57,13 +58,13 @@ def map_norm(form: Linear, order: Order) -> Bracket:
     if isinstance(form, Adjoint):
         return map_norm(form.conv, "l1" if order == "linf" else "linf")
     if isinstance(form, Diagonal):
-        top = float(form.factor.abs().max())
+        top = float(wide(form.factor).abs().max())
         # the error of the worst factor
         return Bracket(max(0.0, top - form.error), inflate(top + form.error), method="exact")
     if isinstance(form, Matrix):
         if form.error:
             raise InputError("the rounding of a composed matrix is bounded in ℓ2, not in ℓ1 or ℓ∞")
-        sums = require_finite(form.matrix).double().abs().sum(1 if order == "linf" else 0)
+        sums = require_finite(wide(form.matrix)).abs().sum(1 if order == "linf" else 0)
         return _largest(sums, form.matrix.numel())
     if isinstance(form, Convolution):
         if form.error:
@@ -92,7 +93,7 @@ def _largest(sums: Tensor, terms: int, exact: bool = True) -> Bracket:
 def _convolution(conv: Convolution, order: Order) -> Bracket:
     """With unknown size every kernel entry counts in the sums: an output away from the borders reads each once, and a pixel
     is read by each once where the stride is 1; copies of pixels by padding count for the columns."""
-    positive = conv.with_weight(require_finite(conv.weight).double()).magnitude()
+    positive = conv.with_weight(require_finite(wide(conv.weight))).magnitude()
     K = positive.kernel
     if not conv.known:
         flat = K.flatten(3).sum(-1)  # (groups, out, in)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core import Bracket, require_number, unit_roundoff
+from equipoise.norms.gram import wide
 from equipoise.norms.spectral import spectral_norm
 from equipoise.optim.guard import hooked_optimizer
 from equipoise.regularizers.selection import name_matches
@@ -112,7 +113,7 @@ class NormLog:
             after = self._matrices[name].detach()
             counts = [n for pattern, n in self.heads.items() if name_matches(name, pattern)]
             blocks = counts[0] if counts else None
-            change = after.double() - before.double()
+            change = wide(after) - wide(before)
             self._last[name] = UpdateNorms(
                 self._bracket(after, blocks), _widened(self._bracket(change, blocks), change)
             )
