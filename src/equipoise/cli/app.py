@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
+from typer import Option
 
 from equipoise.cli.consoles import complain, emit_json
 
@@ -185,9 +186,7 @@ def _version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", is_eager=True, callback=_version
-        ),
+        Option("--version", help="Print the version and exit.", is_eager=True, callback=_version),
     ] = False,
 ) -> None:
     """Options of the application itself."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, tell
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from equipoise.runs.store import Recipe
 
 Elsewhere = Annotated[
-    str | None, typer.Option("--model", help="load the run's model from here, if it was moved")
+    str | None, Option("--model", help="load the run's model from here, if it was moved")
 ]
 
 
@@ -35,17 +35,13 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
 
 def attack(
     run: options.RunArgument,
-    epsilon: Annotated[
-        str | None, typer.Option(help="also attack at these radii: 0.25,0.5,1.0")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="take this many gradient steps")] = 20,
-    limit: Annotated[
-        int | None, typer.Option(help="attack only the first inputs of the run")
-    ] = None,
+    epsilon: Annotated[str | None, Option(help="also attack at these radii: 0.25,0.5,1.0")] = None,
+    steps: Annotated[int, Option(help="take this many gradient steps")] = 20,
+    limit: Annotated[int | None, Option(help="attack only the first inputs of the run")] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
     data: Annotated[
-        str | None, typer.Option(help="read the run's data from here, if it was moved")
+        str | None, Option(help="read the run's data from here, if it was moved")
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -79,7 +75,7 @@ def attack(
                 steps=steps,
                 limit=limit,
                 device=device,
-                progress=lambda done, total: update(completed=done, total=total),
+                progress=update,
             )
     except KeyboardInterrupt:
         options.interrupted(run)
@@ -99,19 +95,17 @@ def attack(
             print_table("Accuracy", rows)
         tell(*summary.lines())
     if summary.broken or summary.failures:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def predict(
     run: options.RunArgument,
     data: options.Data,
-    n: Annotated[int, typer.Option(help="draw this many noisy copies of every input")] = 1000,
-    alpha: Annotated[
-        float, typer.Option(help="accept this risk of a wrong majority per input")
-    ] = 1e-3,
+    n: Annotated[int, Option(help="draw this many noisy copies of every input")] = 1000,
+    alpha: Annotated[float, Option(help="accept this risk of a wrong majority per input")] = 1e-3,
     split: options.Split = None,
     limit: Annotated[
-        int | None, typer.Option(help="take at most this many inputs, in their order")
+        int | None, Option(help="take at most this many inputs, in their order")
     ] = None,
     device: options.Device = "cpu",
     model: Elsewhere = None,
@@ -149,7 +143,7 @@ def predict(
             + f", {right} right" * dataset.labelled
         )
     if any(row["failure"] for row in rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

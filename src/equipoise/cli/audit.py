@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import complain, emit_json, progress, tell
@@ -18,20 +18,18 @@ def audit(
     model: options.Model,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
-    ball: Annotated[
-        float | None, typer.Option(help="bound only inputs of at most this ℓ2 norm")
-    ] = None,
+    ball: Annotated[float | None, Option(help="bound only inputs of at most this ℓ2 norm")] = None,
     rtol: Annotated[
         float,
-        typer.Option(help="bring every operator norm to this relative gap; smaller is slower"),
+        Option(help="bring every operator norm to this relative gap; smaller is slower"),
     ] = 1e-3,
     chain: Annotated[
         str,
-        typer.Option(
+        Option(
             help="closed: bound the last dense layers together; multipliers: the whole network, up to 3,000 neurons (auto: 500)"
         ),
     ] = "auto",
-    html: Annotated[Path | None, typer.Option(help="write an HTML report too")] = None,
+    html: Annotated[Path | None, Option(help="write an HTML report too")] = None,
     fail_above: options.FailAbove = None,
     json: options.Json = False,
 ) -> None:
@@ -61,7 +59,7 @@ def audit(
             ball=ball,
             rtol=rtol,
             chain=chain,
-            progress=lambda done, total: update(completed=done, total=total),
+            progress=update,
         )
     if html is not None:
         title = f"Lipschitz audit of {model}"
@@ -69,7 +67,7 @@ def audit(
     emit_json(report.to_dict()) if json else tell(str(report))
     if fail_above is not None and not report.upper <= fail_above:
         complain(f"the bound {format_up(report.upper)} is larger than {fail_above:g}")
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def audit_report(

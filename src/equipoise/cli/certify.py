@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 #: keys of --set that say how a run is executed, beside those of its settings and of the recipe for model and data
 _RUNNING = ("workers", "address", "batch_size")
-Bundle = Annotated[
-    Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")
-]
+Bundle = Annotated[Path | None, Option(help="write a certificate that `equipoise check` accepts")]
 
 
 def certify(
@@ -27,16 +25,16 @@ def certify(
     data: options.Data,
     sigma: Annotated[
         str,
-        typer.Option(
+        Option(
             help="add noise of this level, in the units of the data; or one level per channel: 0.2,0.2,0.5"
         ),
     ],
     run: options.RunFolder = None,
     weights: options.Weights = None,
-    n: Annotated[int, typer.Option(help="draw this many noisy copies of every input")] = 10_000,
-    alpha: Annotated[float, typer.Option(help="accept this risk per input")] = 1e-3,
+    n: Annotated[int, Option(help="draw this many noisy copies of every input")] = 10_000,
+    alpha: Annotated[float, Option(help="accept this risk per input")] = 1e-3,
     procedure: Annotated[
-        str, typer.Option(help="use rivals, cohen, bonferroni, cpm, direct, lvm, …")
+        str, Option(help="use rivals, cohen, bonferroni, cpm, direct, lvm, …")
     ] = "rivals",
     limit: options.Limit = None,
     shard: options.Shard = None,
@@ -73,13 +71,13 @@ def certify(
 
 def prove(
     model: options.Model,
-    data: Annotated[str | None, typer.Option(help="read inputs from here, as for certify")] = None,
+    data: Annotated[str | None, Option(help="read inputs from here, as for certify")] = None,
     run: options.RunFolder = None,
     weights: options.Weights = None,
-    norm: Annotated[str, typer.Option(help="measure distances in l2, linf or l1")] = "l2",
-    effort: Annotated[str, typer.Option(help="use auto, fast, relaxation or integral")] = "auto",
+    norm: Annotated[str, Option(help="measure distances in l2, linf or l1")] = "l2",
+    effort: Annotated[str, Option(help="use auto, fast, relaxation or integral")] = "auto",
     seconds: Annotated[
-        float, typer.Option(help="spend at most this processor time per input; 0: no limit", min=0)
+        float, Option(help="spend at most this processor time per input; 0: no limit", min=0)
     ] = 60,
     limit: options.Limit = None,
     shard: options.Shard = None,
@@ -88,16 +86,16 @@ def prove(
     std: options.Std = None,
     epsilon: options.Epsilon = None,
     complete: Annotated[
-        bool, typer.Option("--complete", help="branch until the one --epsilon is proved or broken")
+        bool, Option("--complete", help="branch until the one --epsilon is proved or broken")
     ] = False,
     vnnlib: Annotated[
-        Path | None, typer.Option(help="decide a VNN-LIB property, instead of --data")
+        Path | None, Option(help="decide a VNN-LIB property, instead of --data")
     ] = None,
     ball: Annotated[
-        float | None, typer.Option(help="with --vnnlib: use the l2 ball instead of the box")
+        float | None, Option(help="with --vnnlib: use the l2 ball instead of the box")
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="bound token exchanges in these sequences (.npy)")
+        Path | None, Option(help="bound token exchanges in these sequences (.npy)")
     ] = None,
     bundle: Bundle = None,
     set_: options.Set = None,
@@ -157,7 +155,7 @@ def _verify(
     else:
         tell(answer.verdict, *(f"{name}: {v}" for name, v in values.items() if v is not None))
     if answer.verdict != "holds":
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _substitutions(model: str, weights: str | None, tokens: Path, json: bool) -> None:
@@ -258,7 +256,7 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
             return start(
                 job,
                 folder,
-                progress=lambda row, done, total: update(completed=done, total=total),
+                progress=lambda row, done, total: update(done, total),
                 **execution,
             )
     except KeyboardInterrupt:
@@ -344,7 +342,7 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
         print_table(f"Run {run.folder}", rows)
         tell(*summary.lines())
     if run.failures:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def derive(
@@ -371,8 +369,8 @@ def derive(
 
 
 def merge(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run directories")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="store the joined run here")],
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="run directories")],
+    output: Annotated[Path, Option("--output", "-o", help="store the joined run here")],
     json: options.Json = False,
 ) -> None:
     """Join runs of one model over disjoint inputs into a new run.
@@ -391,7 +389,7 @@ def merge(
 
 def export(
     run: options.RunArgument,
-    file: Annotated[Path, typer.Argument(help="the table to write, a .csv")],
+    file: Annotated[Path, Argument(help="the table to write, a .csv")],
     alpha: options.Alpha = None,
     procedure: options.Procedure = None,
     json: options.Json = False,
@@ -414,11 +412,9 @@ def export(
 
 def check(
     folder: Annotated[
-        Path, typer.Argument(help="the folder of the bundle, or the name of a packaged network")
+        Path, Argument(help="the folder of the bundle, or the name of a packaged network")
     ],
-    exact: Annotated[
-        bool, typer.Option(help="use exact integers; for dense ReLU networks")
-    ] = False,
+    exact: Annotated[bool, Option(help="use exact integers; for dense ReLU networks")] = False,
     json: options.Json = False,
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import typer
@@ -50,7 +49,7 @@ def tell(*lines: str) -> None:
 
 @contextmanager
 def progress(description: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, shown only on a terminal and gone when done; gives the function that updates it."""
+    """A progress bar on stderr, shown only on a terminal and gone when done; gives `update(done, total, description=…)`."""
     console = messages()
     columns = (
         TextColumn("{task.description}"),
@@ -61,7 +60,8 @@ def progress(description: str) -> Iterator[Callable[..., None]]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        yield partial(bar.update, bar.add_task(description, total=None))
+        task = bar.add_task(description, total=None)
+        yield lambda done, total, **text: bar.update(task, completed=done, total=total, **text)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:

@@ -2,27 +2,23 @@
 
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from equipoise.cli.consoles import emit_json, print_table
 from equipoise.cli.options import Data, Json, Split, Weights, refuse
 
 
 def curvature(
-    model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
+    model: Annotated[str, Argument(help="a checkpoint directory, or package.module:factory")],
     data: Data,
     weights: Weights = None,
     split: Split = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="use only the first so many inputs")
-    ] = None,
+    limit: Annotated[int | None, Option(min=1, help="use only the first so many inputs")] = None,
     layer: Annotated[
-        str | None, typer.Option(help="use only parameters of this name, e.g. 'fc.*'")
+        str | None, Option(help="use only parameters of this name, e.g. 'fc.*'")
     ] = None,
-    what: Annotated[
-        str, typer.Option(help="measure any of top,trace,density,sharpness")
-    ] = "top,trace",
-    seed: Annotated[int, typer.Option(help="seed the random vectors", min=0)] = 0,
+    what: Annotated[str, Option(help="measure any of top,trace,density,sharpness")] = "top,trace",
+    seed: Annotated[int, Option(help="seed the random vectors", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Measure the Hessian of the loss: top eigenvalue, trace, density, sharpness.

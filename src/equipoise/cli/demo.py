@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from equipoise.cli.consoles import complain, emit_json, print_table, progress, say, tell
 from equipoise.cli.options import Json
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="write networks, runs and report into this folder")
+        Path, Option("--out", "-o", help="write networks, runs and report into this folder")
     ] = Path("equipoise-demo"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="do a little of every step, in seconds")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", help="do a little of every step, in seconds")] = False,
     json: Json = False,
 ) -> None:
     """Train, audit, certify and attack on bundled digits: no download, no GPU.
@@ -50,7 +48,7 @@ def demo(
             if what not in steps and not json:
                 say(what)
             steps.add(what)
-            update(description=what, completed=done, total=total)
+            update(done, total, description=what)
 
         data = showcase(out, QUICK if quick else Settings(), show)
     if json:
@@ -61,7 +59,7 @@ def demo(
         complain(
             f"an attack contradicts a certificate, or nothing was attacked, please report this: {data.tested}"
         )
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _show(data: ReportData, out: Path) -> None:

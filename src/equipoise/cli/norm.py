@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import complain, emit_json, messages, print_table
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 def norm(
     file: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="FILE",
             help="a .safetensors file, the index (.json) of a sharded checkpoint, or a folder; may be larger than memory",
         ),
     ],
     input_size: Annotated[
         str | None,
-        typer.Option(help="assume this spatial input size, e.g. 32,32; default: any size"),
+        Option(help="assume this spatial input size, e.g. 32,32; default: any size"),
     ] = None,
-    rtol: Annotated[float, typer.Option(help="bring upper/lower − 1 below this")] = 1e-3,
+    rtol: Annotated[float, Option(help="bring upper/lower − 1 below this")] = 1e-3,
     only: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="read only tensors of this name, e.g. 'layer1.*'"),
+        Option(metavar="PATTERN", help="read only tensors of this name, e.g. 'layer1.*'"),
     ] = None,
     heads: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="also bound this many blocks of rows of every matrix, one per attention head",
             min=2,
         ),
@@ -105,14 +105,14 @@ def norm(
         complain(
             f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}"
         )
-        raise typer.Exit(2)
+        raise Exit(2)
     if fail_above is not None:
         large = [row["name"] for row in rows if not row.get("upper", 0.0) <= fail_above]
         for name in large[:1]:
             complain(
                 f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {name}"
             )
-            raise typer.Exit(1)
+            raise Exit(1)
 
 
 def weight_rows(
@@ -177,8 +177,8 @@ def weight_rows(
 
 
 def _columns(b: Bracket) -> dict[str, Any]:
-    ends = {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
-    return {**ends, "method": b.method, "note": b.note}
+    names = ("lower", "upper", "gap", "reached", "method", "note")
+    return {name: getattr(b, name) for name in names}
 
 
 def _indexed_files(index: Path) -> list[Path]:

@@ -10,49 +10,45 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
+from typer import Argument, Exit, Option, echo
 
 if TYPE_CHECKING:
     from equipoise.data import Dataset
     from equipoise.runs.sources import Portable
     from equipoise.runs.store import Recipe
 
-Weights = Annotated[str | None, typer.Option(help="load these .safetensors into a factory's model")]
-Device = Annotated[str, typer.Option(help="run the network here: cpu, cuda, …")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-Split = Annotated[str | None, typer.Option(help="use this split of the data; default: test")]
-Mean = Annotated[str | None, typer.Option(help="feed the model (x − mean)/std: 0.5,0.5,0.5")]
-Std = Annotated[str | None, typer.Option(help="as --mean; radii stay in the units of the data")]
-Data = Annotated[
-    str, typer.Option(help="read inputs from digits, a .npz or .parquet file, a folder, …")
-]
+Weights = Annotated[str | None, Option(help="load these .safetensors into a factory's model")]
+Device = Annotated[str, Option(help="run the network here: cpu, cuda, …")]
+Json = Annotated[bool, Option("--json", help="print one JSON document and nothing else")]
+Split = Annotated[str | None, Option(help="use this split of the data; default: test")]
+Mean = Annotated[str | None, Option(help="feed the model (x − mean)/std: 0.5,0.5,0.5")]
+Std = Annotated[str | None, Option(help="as --mean; radii stay in the units of the data")]
+Data = Annotated[str, Option(help="read inputs from digits, a .npz or .parquet file, a folder, …")]
 RunFolder = Annotated[
-    Path | None, typer.Option(help="store the run here; default: runs/<command>-<digest>")
+    Path | None, Option(help="store the run here; default: runs/<command>-<digest>")
 ]
-Limit = Annotated[
-    int | None, typer.Option(help="take at most so many inputs, from every class in turn")
-]
+Limit = Annotated[int | None, Option(help="take at most so many inputs, from every class in turn")]
 Shard = Annotated[
     str | None,
-    typer.Option(help="take one part, e.g. 2/8; --limit is per part"),
+    Option(help="take one part, e.g. 2/8; --limit is per part"),
 ]
-Epsilon = Annotated[str | None, typer.Option(help="report accuracy at these radii: 0,0.25,0.5")]
-Alpha = Annotated[float | None, typer.Option(help="accept this risk per input; default: the run's")]
-Procedure = Annotated[str | None, typer.Option(help="use cohen, rivals, …; default: the run's")]
+Epsilon = Annotated[str | None, Option(help="report accuracy at these radii: 0,0.25,0.5")]
+Alpha = Annotated[float | None, Option(help="accept this risk per input; default: the run's")]
+Procedure = Annotated[str | None, Option(help="use cohen, rivals, …; default: the run's")]
 Model = Annotated[
     str,
-    typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory"),
+    Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory"),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
+RunArgument = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="change a rarer setting (keys above)"),
+    Option("--set", metavar="KEY=VALUE", help="change a rarer setting (keys above)"),
 ]
 InputShape = Annotated[
-    str | None, typer.Option(help="set the shape of one input, without the batch: 3,32,32")
+    str | None, Option(help="set the shape of one input, without the batch: 3,32,32")
 ]
 FailAbove = Annotated[
-    float | None, typer.Option(help="exit with code 1 if an upper bound is larger than this")
+    float | None, Option(help="exit with code 1 if an upper bound is larger than this")
 ]
 
 
@@ -126,10 +122,8 @@ def shard(text: str | None) -> dict[str, int]:
 
 def interrupted(folder: Path) -> NoReturn:
     """End a command that was interrupted: exit code 130."""
-    typer.echo(
-        f"interrupted: what is done is stored in {folder}; the same command continues", err=True
-    )
-    raise typer.Exit(130)
+    echo(f"interrupted: what is done is stored in {folder}; the same command continues", err=True)
+    raise Exit(130)
 
 
 def pairs(texts: list[str] | None) -> dict[str, Any]:

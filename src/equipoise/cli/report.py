@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import complain, emit_json, tell
@@ -12,19 +12,19 @@ from equipoise.cli.consoles import complain, emit_json, tell
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="run directories, or certification logs (.tsv)"),
+        Argument(metavar="RUN...", help="run directories, or certification logs (.tsv)"),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="write the page here")] = Path(
+    output: Annotated[Path, Option("--output", "-o", help="write the page here")] = Path(
         "report.html"
     ),
     audit: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODEL", help="bound this network too; may be repeated"),
+        Option(metavar="MODEL", help="bound this network too; may be repeated"),
     ] = None,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,
     refresh: Annotated[
-        int | None, typer.Option(help="make the page reload itself after so many seconds", min=1)
+        int | None, Option(help="make the page reload itself after so many seconds", min=1)
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from equipoise.cli.consoles import complain, emit_json, print_table, progress, tell
 from equipoise.cli.options import Device, Json
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def selfcheck(
     suite: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="norms, layers or networks; equipoise-lab adds trained, programs, files and peers",
             metavar="[SUITE]",
         ),
     ] = "norms",
-    minutes: Annotated[float, typer.Option(help="look for violations this long")] = 1.0,
+    minutes: Annotated[float, Option(help="look for violations this long")] = 1.0,
     device: Device = "cpu",
-    seed: Annotated[int, typer.Option(help="draw other operators by another seed", min=0)] = 0,
+    seed: Annotated[int, Option(help="draw other operators by another seed", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
@@ -57,7 +57,7 @@ def selfcheck(
             60 * minutes,
             device,
             seed,
-            lambda tally, done: update(completed=round(100 * done), total=100),
+            lambda tally, done: update(round(100 * done), 100),
         )
     if json:
         emit_json(
@@ -67,7 +67,7 @@ def selfcheck(
         _show(report)
     if report.violations:
         complain(f"{report.violations} violations: please report them")
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _show(report: Report) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 from equipoise.cli.options import Json, interrupted, refuse
@@ -17,50 +17,48 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")
+        str | None, Argument(help="a YAML file, or the name of a bundled recipe")
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="change the recipe: --set optimizer.lr=0.1"
-        ),
+        Option("--set", metavar="KEY=VALUE", help="change the recipe: --set optimizer.lr=0.1"),
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="store the run here; default: runs/NAME"),
+        Option(help="store the run here; default: runs/NAME"),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="do not use a GPU")] = False,
+    cpu: Annotated[bool, Option("--cpu", help="do not use a GPU")] = False,
     allow_code: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-code",
             help="let the recipe file name code (module:factory) and run it",
         ),
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="list the bundled recipes")] = False,
+    listed: Annotated[bool, Option("--list", help="list the bundled recipes")] = False,
     source: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--from",
             help="convert a checkpoint, Hugging Face folder or package.module:factory to 1-Lipschitz layers and train it",
         ),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="with --from package.module:factory: load these safetensors")
+        Path | None, Option(help="with --from package.module:factory: load these safetensors")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="with --from: use these layers: sr, aol, bcop, cayley, …")
+        str, Option(help="with --from: use these layers: sr, aol, bcop, cayley, …")
     ] = "sr",
     data: Annotated[
         str | None,
-        typer.Option(help="with --from and no recipe: train on digits, a file or a folder"),
+        Option(help="with --from and no recipe: train on digits, a file or a folder"),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="stop after this time; the same command continues", min=0)
+        float | None, Option(help="stop after this time; the same command continues", min=0)
     ] = None,
     planned: Annotated[
         bool,
-        typer.Option("--plan", help="print the cost (steps, hours on this machine) and stop"),
+        Option("--plan", help="print the cost (steps, hours on this machine) and stop"),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -152,7 +150,7 @@ def _trained(work: Callable[..., Any], what: Any, folder: Path, **settings: Any)
                 say(_line(event))
             loss = "" if event.loss is None else f"  loss {event.loss:.4g}"
             description = f"{folder.name}  epoch {event.epoch}/{event.epochs}{loss}"
-            update(total=event.steps, completed=event.step, description=description)
+            update(event.step, event.steps, description=description)
 
         try:
             return work(what, folder, progress=report, **settings)

@@ -9,8 +9,6 @@ It holds for a network where no input of the box does that (`unsat`), and is vio
 numbers only. Numbers are read as the nearest float64. A file is not trusted: sizes are bounded, and anything else is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Proved norms of what an optimizer does: of every update and of the weight it makes, per matrix and per head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

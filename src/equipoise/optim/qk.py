@@ -19,8 +19,6 @@ For the vectors of one batch Cauchy's inequality gives, rotations or not,
     |q_i·k_j|/√d_h ≤ max_i‖q_i‖·max_j‖k_j‖/√d_h .                                                             (batch)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ and like every g it is valid whatever its value.
 References: Wang et al. 2021 (β-CROWN); De Palma et al. 2021 (splits chosen by a bound of both parts).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

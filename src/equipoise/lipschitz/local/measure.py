@@ -11,8 +11,6 @@ One engine, three bounds, from cheap to tight; the least counts:
 By the same multipliers the constant of the whole space (`whole_bound`): every neuron may switch, whatever the input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
