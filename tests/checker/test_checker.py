@@ -161,16 +161,15 @@ def write_bundle(folder, nodes, weights, claims, inputs=None, shape=(2,)):
 
 def chain(*steps):
     """Nodes one behind the other: (op, weights, attributes)."""
-    flat = {"stride": [], "padding": [], "groups": 1}
     names = ["input", *(f"n{i}" for i in range(len(steps)))]
     return [
-        {**flat, "name": names[i + 1], "op": op, "inputs": [names[i]], "weights": weights, **rest}
+        {"name": names[i + 1], "op": op, "inputs": [names[i]], "weights": weights, **rest}
         for i, (op, weights, rest) in enumerate(steps)
     ]
 
 
 def layer(weight, upper, bias="zero"):
-    return "linear", {"weight": weight, "bias": bias}, {"upper": upper}
+    return "linear", {"weight": weight, "bias": bias}, {"stride": [], "padding": [], "groups": 1, "upper": upper}
 
 
 def test_products_that_underflow_and_labels_outside_prove_nothing(tmp_path):
@@ -236,8 +235,11 @@ def test_radii_of_half_precision_are_compared_and_inverted_in_float64(tmp_path):
 
 
 STRANGE = {
-    "dilation": ((*layer("one", 1.01)[:2], {"upper": 1.01, "dilation": [2]}), {}),
+    "dilation": ((*layer("one", 1.01)[:2], {**layer("one", 1.01)[2], "dilation": [2]}), {}),
     "weight": (("relu", {"mask": "zero"}, {}), {}),
+    "slope": (("relu", {}, {"negative_slope": 0.5}), {}),
+    "geometry": (("sort", {}, {"dim": 1, "descending": True, "stride": [2]}), {}),
+    "bias": (("scale", {"value": "zero", "bias": "one"}, {}), {}),
     "norm": (("relu", {}, {}), {"norm": "linf"}),
     "text": (("sort", {}, {"dim": 1, "descending": "false"}), {}),
 }
@@ -265,7 +267,7 @@ def test_deployed_networks_may_lose_tiny_weights_and_inputs(tmp_path, value, x):
 
 
 BIG = 2**26
-GEOMETRY = {"stride": [1, 1], "padding": [0, 0], "upper": 9.0}
+GEOMETRY = {"stride": [1, 1], "padding": [0, 0], "groups": 1, "upper": 9.0}
 BOMBS = {
     "stride": ("convolution", {"weight": "k", "bias": "zero"}, {**GEOMETRY, "stride": [BIG, BIG]}),
     "padding": ("convolution", {"weight": "k", "bias": "zero"}, {**GEOMETRY, "padding": [BIG, BIG]}),
@@ -275,20 +277,32 @@ BOMBS = {
     "window": ("max_pool", {}, {"kernel": [BIG, BIG], "stride": [1, 1], "padding": [BIG, BIG]}),
     "shape": ("reshape", {}, {"shape": [1] * 100_000}),
     "bytes": ("gather", {"index": "long"}, {}),
-    "taps": ("convolution", {"weight": "line", "bias": "zero"}, {"stride": [1], "padding": [2**18], "upper": 1e6}),
+    "loop": ("average_pool", {}, {"kernel": [2**10] * 2, "stride": [1, 1], "padding": [0, 0]}),
+    "long": ("convolution", {"weight": "tail", "bias": "zero"}, {**GEOMETRY, "stride": [1], "padding": [2**16]}),
+    "taps": (
+        "convolution",
+        {"weight": "line", "bias": "zero"},
+        {"stride": [1], "padding": [2**18], "groups": 1, "upper": 1e6},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", [*BOMBS, "nodes", "input", "nested", "numbers", "device", "header"])
-def test_memory_is_bounded(tmp_path, kind):
-    """In a process that may use three gigabytes, and without crashing."""
+def test_memory_and_time_are_bounded(tmp_path, kind):
+    """In a process that may use three gigabytes and twenty seconds, and without crashing."""
     step = BOMBS.get(kind, ("relu", {}, {}))
     weights = {"k": np.ones((1, 1, 2, 2)), "zero": np.zeros(1), "far": np.array([2**33])}
-    weights["line"] = np.ones((1, 1, 2**18))
+    weights["line"], weights["tail"] = np.ones((1, 1, 2**18)), np.full((1, 1, 2**11), 1e-4)
     if kind == "bytes":
         weights["long"] = np.zeros(2**27, np.uint8)
     nodes = chain(*[step] * (200_000 if kind == "nodes" else 1))
-    shape = {"nodes": (1, 700, 700), "input": (1, BIG, BIG), "taps": (1, 2**18)}.get(kind, (1, 4, 4))
+    shape = {
+        "nodes": (1, 700, 700),
+        "input": (1, BIG, BIG),
+        "taps": (1, 2**18),
+        "long": (1, 8),
+        "loop": (1, 2**11, 2**11),
+    }.get(kind, (1, 4, 4))
     write_bundle(tmp_path, nodes, weights, {"lipschitz": 1.0}, {"x": np.zeros(1)}, shape)
     path = tmp_path / "certificate.json"
     if kind == "device":
@@ -309,6 +323,7 @@ def test_memory_is_bounded(tmp_path, kind):
 
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 
     command = [sys.executable, str(FOLDER / "check.py"), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)

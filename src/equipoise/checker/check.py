@@ -9,8 +9,7 @@ This file needs Python 3.10 and NumPy, and nothing of equipoise or PyTorch. A bu
 The claims are about the real function of the stored weights. `check_norm` proves the norm of every linear layer, `Network`
 carries a Lipschitz constant and a rounding error from operation to operation, and `provable_radius` compares the margins of
 an input with them. All is computed in float64, and every rounding error made here is counted against the claim: a sum of n
-products, in any order, is wrong by at most `gamma(n)` times the sum of their sizes (Higham, Accuracy and Stability of
-Numerical Algorithms, 3.1).
+products, in any order, is wrong by at most `gamma(n)` times the sum of their sizes (Higham 2002, 3.1).
 
 In the arrays of a network, the first axis counts channels, and the last one the samples of a batch. `check_layers.py`
 beside this file knows more operations; `check_dense.py`, `check_deployed.py` and `check_smoothing.py` know more claims.
@@ -30,18 +29,17 @@ U = 2.0**-53  # half a unit in the last place of a float64
 SLACK = 1 + 2.0**-45  # covers the few roundings of a short scalar formula
 TINY = 1e-150  # covers what sums of products lose by underflow
 
-#: limits: bytes of a file, characters of a document, numbers of all values of a sample, multiplications that prove the norms
+#: limits: bytes of a file, numbers of all values of a sample
 MAX_BYTES = 2**30
-MAX_TEXT = 2**25
 MAX_ENTRIES = 2**26
-MAX_WORK = 2**42
+STEP = 2**18  # a step of a loop takes as long as so many multiplications
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 FLAT = np.zeros(0, int)  # stride and period of a matrix, which is a convolution without dimensions
 
-#: the words of a document, of a node, and of a claim of radii
+#: the words of a document, of every node, and of a claim of radii
 DOCUMENT = "version input_shape nodes claims digests"
-NODE = ["name op inputs weights upper stride padding groups shape count weight bias value index"]
+NODE = "name op inputs weights "
 RADII = "radii divisor certified lowered"
 
 
@@ -62,8 +60,7 @@ def known(entry, words):
 
 def number(value, low=1e-100, high=1e100, kinds=(int, float)):
     """A number of a JSON document in a range; texts and truth values are not numbers."""
-    fits = type(value) in kinds and low <= value <= high
-    require(fits, f"expected a number from {low} to {high}")
+    require(type(value) in kinds and low <= value <= high, f"not a number from {low} to {high}")
     return value
 
 
@@ -85,7 +82,7 @@ def unique(pairs):
 
 def read_json(text):
     """A JSON document."""
-    require(len(text) <= MAX_TEXT, "a JSON document is too long")
+    require(len(text) <= 2**25, "a JSON document is too long")
     return json.loads(text, object_pairs_hook=unique)
 
 
@@ -95,7 +92,6 @@ def read_tensors(content):
     header = read_json(content[8:start])
     header.pop("__metadata__", None)
     data = memoryview(content)[start:]
-
     tensors = {}
     end = 0
     for name, entry in header.items():
@@ -125,8 +121,7 @@ def read_bundle(folder):
     for name, digest in document["digests"].items():
         require(name in ("weights.safetensors", "inputs.safetensors"), "an unknown file")
         content = read_file(folder, name)
-        same = hashlib.sha256(content).hexdigest() == digest
-        require(same, f"{name} has another digest than the certificate")
+        require(hashlib.sha256(content).hexdigest() == digest, f"{name} has another digest")
         files[name] = read_tensors(content)
     return document, files
 
@@ -149,8 +144,8 @@ def tap_norms(kernel):
     return norm(kernel.reshape(-1, taps)).sum() * SLACK
 
 
-def check_norm(kernel, s, stride=FLAT, period=FLAT):
-    """Prove that a convolution W has a norm of at most s; returns the work. The kernel has the axes outputs, inputs, taps.
+def check_norm(kernel, s, stride=FLAT, period=FLAT, spend=None):
+    """Prove that a convolution W has a norm of at most s. The kernel has the axes outputs, inputs, taps.
 
     *Circle.* With zero padding p on n pixels, W is a part of the circular convolution on a period of N ≥ n + 2p pixels, in
     which no window wraps. So it is enough to bound that one: below, W is circular.
@@ -169,25 +164,19 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
     taps = np.array(kernel.shape[2:], int)
     degree = (taps - 1) // stride
     points = -(-period // stride)
-    half = points.copy()
-    half[:1] = points[:1] // 2 + 1
+    half = [*points[:1] // 2 + 1, *points[1:]]
     count = math.prod(2 * degree + 1)
     require(n <= 4096 and count * n**2 <= 2**25, "a linear layer has too many channels")
-    moves = count * kernel.size * (n + 128)
-    work = moves + math.prod(half.tolist()) * (n + 128) ** 3
-    require(work <= 2**40, "a linear layer has too many taps or frequencies")
+    if spend:
+        spend(count * (kernel.size * (n + 32) + STEP))
+        spend(math.prod(map(int, half)) * (count * 16 * (n**2 + 16) + n**3 + STEP))
 
     # the kernel is moved over itself
     reach = degree * stride
     wide = np.pad(kernel, [(0, 0), (0, 0), *zip(reach, reach)])
     distances = np.array(list(np.ndindex(*2 * degree + 1))) - degree
-    products = []
-    for distance in distances:
-        start = distance * stride + reach
-        moved = wide[(..., *map(slice, start, start + taps))]
-        products.append(moved.reshape(n, -1) @ kernel.reshape(n, -1).T)
-    products = np.array(products, complex)
-
+    moved = (wide[(..., *map(slice, a, a + taps))] for a in distances * stride + reach)
+    products = np.array([m.reshape(n, -1) @ kernel.reshape(n, -1).T for m in moved], complex)
     terms = 8 * (kernel.size // n + count) + 40 * degree.sum() + 400
     error = 4 * gamma(terms) * tap_norms(kernel) ** 2 + TINY
     t = s * s * (1 - n * gamma(8 * n + 64)) - error
@@ -200,14 +189,13 @@ def check_norm(kernel, s, stride=FLAT, period=FLAT):
         except np.linalg.LinAlgError:
             raise Rejected(f"a spectral norm is not proved to be at most {s!r}") from None
         require(np.isfinite(factor).all(), "a Cholesky factor is not finite")
-    return work
 
 
 class Layer:
     """A convolution of images of a given size, or a dense layer, which is one without dimensions.
 
     `scale` bounds its norm, also with absolute values of all weights; `fan` is the number of terms of its sums; `entries`
-    bounds the memory of its images.
+    bounds the memory of its images, and `cost` the multiplications.
     """
 
     mode = "constant"
@@ -218,18 +206,17 @@ class Layer:
         self.taps = weight.shape[2:]
         same = len(size) == len(self.taps) == len(self.stride) == len(self.padding)
         require(same, "weight, image and geometry have different dimensions")
-
         # (groups, outputs, inputs, taps…)
         self.weight = weight.reshape(integer(geometry["groups"]), -1, *weight.shape[1:])
         self.scale = tap_norms(weight)
         self.fan = weight[0].size + 2
-
         self.padded = size + 2 * self.padding
         self.positions = (self.padded - self.taps) // self.stride + 1
         require((self.positions > 0).all(), "a kernel is larger than its image")
         channels = len(self.weight) * max(self.weight.shape[1:3])
         self.entries = math.prod(self.padded.tolist()) * channels
-        require(self.entries <= MAX_ENTRIES, "a layer is too large")
+        moves = weight.size + 32 * channels * math.prod(self.taps)
+        self.cost = moves * math.prod(self.positions.tolist())
         self.period = self.padded
 
     def part(self, image, tap):
@@ -244,13 +231,13 @@ class Layer:
         image = np.pad(x, [(0, 0), *zip(self.padding, self.padding), (0, 0)], self.mode)
         y = 0.0
         for tap in np.ndindex(*self.taps):
-            columns = self.part(image, tap).reshape(groups, inputs, -1)
-            y = y + weight[(..., *tap)] @ columns
+            y = y + weight[(..., *tap)] @ self.part(image, tap).reshape(groups, inputs, -1)
         return y.reshape(groups * outputs, *self.positions, x.shape[-1])
 
-    def check(self, s):
-        """Prove that the spectral norm is at most s, group by group; returns the work."""
-        return sum(check_norm(kernel, s, self.stride, self.period) for kernel in self.weight)
+    def check(self, s, spend=None):
+        """Prove that the spectral norm is at most s, group by group."""
+        for kernel in self.weight:
+            check_norm(kernel, s, self.stride, self.period, spend)
 
 
 #: What an operation does: values, Lipschitz constant, and its rounding error, at most `gamma(terms)·size`. `size` is a
@@ -277,8 +264,7 @@ def shift(network, node, x):
 def scale(network, node, x):
     """Multiplication or division by a constant."""
     value = network.repeated(node, "value", x)
-    if node["op"] == "divide":
-        value = 1 / value
+    value = 1 / value if node["op"] == "divide" else value
     y = x * value
     factor = np.abs(value).max() * SLACK
     return Step(y, factor, 4, norm(y), factor)
@@ -315,9 +301,13 @@ def gather(network, node, x):
     return Step(entries[index], math.sqrt(repeated) * SLACK)
 
 
-OPERATIONS = {"linear": linear, "convolution": linear, "reshape": reshape, "gather": gather}
-OPERATIONS |= {"shift": shift, "scale": scale, "divide": scale}
-OPERATIONS |= {"add": add, "abs": absolute, "relu": relu}
+#: the function of every operation, its attributes, and its weights
+LAYER = "upper stride padding groups", "weight bias"
+OPERATIONS = {"linear": (linear, *LAYER), "convolution": (linear, *LAYER)}
+OPERATIONS |= {"shift": (shift, "", "value"), "add": (add, "", "")}
+OPERATIONS |= {"scale": (scale, "", "value"), "divide": (scale, "", "value")}
+OPERATIONS |= {"reshape": (reshape, "shape", ""), "gather": (gather, "", "index")}
+OPERATIONS |= {"abs": (absolute, "count", ""), "relu": (relu, "", "")}
 
 
 #: The values of a node for a batch; `error` bounds the l2 distance of every sample to the exact values, and `constant` is
@@ -334,9 +324,10 @@ class Network:
         self.nodes = document["nodes"]
         self.tensors = tensors
         self.shape = tuple(integers(document["input_shape"]))
-        self.entries = math.prod(map(int, self.shape))
-        require(self.entries <= MAX_ENTRIES, "the inputs are too large")
-        self.work = 0
+        self.entries = self.cost = 0
+        self.left = 2**36
+        self.spend(0, sum(tensor.nbytes for tensor in tensors.values()))
+        self.pay(math.prod(map(int, self.shape)), 0, 0)
         self.constant = None
         self.constant = self.evaluate(np.zeros((*self.shape, 1))).constant
 
@@ -355,10 +346,21 @@ class Network:
         """The linear layer of a node on images of this size; its claimed norm is proved the first time."""
         layer = kind(self.tensor(node, "weight"), node, size)
         if self.constant is None:
-            self.work += layer.check(number(node["upper"]))
-            require(self.work <= MAX_WORK, "the norms take too long to prove")
-            self.entries += layer.entries
+            self.pay(layer.entries, layer.cost, math.prod(layer.taps))
+            layer.check(number(node["upper"]), self.spend)
         return layer
+
+    def pay(self, entries, cost, steps):
+        """Count the memory and the time of a sample; many samples share the steps of a loop."""
+        self.entries += entries
+        require(self.entries <= MAX_ENTRIES, "the network is too large")
+        self.cost += cost + 2**12 * steps
+        self.spend(cost + STEP * steps)
+
+    def spend(self, work, size=0):
+        """Count multiplications; more bytes may take longer, so that a small file takes seconds."""
+        self.left += 2**20 * size - work
+        require(self.left >= 0, "this takes too long, for a bundle of this size")
 
     def size(self, layer, x):
         """A bound of the norm of `|W||x|`, for every sample."""
@@ -370,11 +372,13 @@ class Network:
         values = {"input": Value(x, gamma(2) * norm(x) + self.underflow, 1.0)}
         for node in self.nodes:
             name = node["name"]
-            known({*node, *node["weights"]}, " ".join(NODE))
             require(name not in values, f"two values are named {name!r:.100}")
             inputs = [values[source] for source in node["inputs"]]
             try:
-                step = OPERATIONS[node["op"]](self, node, *[value.x for value in inputs])
+                operation, attributes, weights = OPERATIONS[node["op"]]
+                known(node, NODE + attributes)
+                known(node["weights"], weights)
+                step = operation(self, node, *[value.x for value in inputs])
                 values[name] = self.bound(step, inputs)
             except Rejected as reason:
                 raise Rejected(f"{name!r:.100}: {reason}") from None
@@ -385,14 +389,12 @@ class Network:
         error = step.factor * step.total([value.error for value in inputs], axis=0)
         error = (error + gamma(step.terms) * step.size) * SLACK + TINY
         constant = step.factor * step.total([value.constant for value in inputs]) * SLACK
-
         # no product of constants underflows
         require(1e-150 < constant < 1e150, "a Lipschitz constant out of range")
         require(np.isfinite(error).all(), "overflow")
         require(step.y.ndim > 1, "samples without channels")
         if self.constant is None:
-            self.entries += step.y.size
-            require(self.entries <= MAX_ENTRIES, "the network is too large")
+            self.pay(step.y.size, 2**8 * step.y.size, 1)
         return Value(step.y, error, constant)
 
 
@@ -415,6 +417,7 @@ def provable_radius(network, z, error, label):
 
 def provable_radii(network, x, divisor, labels):
     """The largest radius that is proved for each input; inputs are divided by the divisor first."""
+    network.spend(len(x) * network.cost, x.nbytes)
     proved = []
     size = max(1, 2**25 // network.entries)
     for start in range(0, len(x), size):
@@ -449,8 +452,7 @@ def check_radii(network, inputs, claim):
     """Prove that no perturbation of an input within its claimed radius changes its label; radius 0 claims nothing."""
     x, labels, radii, sentences = read_inputs(network, inputs, claim)
     chosen = np.flatnonzero(radii)
-    divisor = integer(claim["divisor"])
-    proved = provable_radii(network, x[chosen], divisor, labels[chosen])
+    proved = provable_radii(network, x[chosen], integer(claim["divisor"]), labels[chosen])
     for index in chosen[~(radii[chosen] <= proved)]:
         raise Rejected(f"input {index}: the radius {radii[index]} is not proved")
     return sentences
@@ -468,9 +470,8 @@ CLAIMS = {"lipschitz": check_lipschitz, "radii": check_radii}
 def check(folder):
     """Check every claim of a bundle; returns the claims that were proved, in words."""
     document, files = read_bundle(folder)
-    network = None
-    if "weights.safetensors" in files:
-        network = Network(document, files["weights.safetensors"])
+    weights = files.get("weights.safetensors")
+    network = weights and Network(document, weights)
     proved = []
     for name, claim in document["claims"].items():
         require(name in CLAIMS, f"this program does not check claims of the kind {name}")
@@ -484,11 +485,10 @@ def run(check):
     np.seterr(all="ignore")
     try:
         proved = check(sys.argv[1])
-    except Rejected as error:
-        # control characters of a name could hide this
-        sys.exit("REJECTED: " + "".join(filter(str.isprintable, str(error))))
     except Exception as error:  # a malformed bundle is rejected, whatever it breaks
-        sys.exit(f"REJECTED: malformed bundle, {error!r:.300}")
+        reason = error if type(error) is Rejected else f"malformed bundle, {error!r:.300}"
+        # control characters of a name could hide this
+        sys.exit("REJECTED: " + "".join(filter(str.isprintable, str(reason))))
     print("\n  ".join(["ACCEPTED", *proved]))
 
 

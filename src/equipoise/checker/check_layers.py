@@ -97,6 +97,8 @@ def pool(network, node, x):
 
     # a window of ones for each channel: its geometry is used
     layer = Layer(np.ones((len(x), 1, *kernel)), {**node, "groups": len(x)}, x.shape[1:-1])
+    if network.constant is None:
+        network.pay(layer.entries, layer.cost, count)
     require((2 * layer.padding <= kernel).all(), "a window that holds nothing but padding")
     widths = [(0, 0), *zip(layer.padding, layer.padding), (0, 0)]
     image = np.pad(x, widths, constant_values=-np.inf if largest else 0)
@@ -153,6 +155,8 @@ def smooth(network, node, x):
         y = 1 / (1 + np.exp(-x))
         factor = 0.25
     else:
+        # above a threshold, PyTorch takes x itself: less than 1e-8/β away from 20 on
+        number(node.get("threshold", 20), 20)
         beta = number(node["beta"], 1e-6, 1e6)
         y = np.logaddexp(0, beta * x) / beta
     return Step(y, factor, 64, norm(x) + norm(y), 2.0)
@@ -176,21 +180,21 @@ def householder(network, node, x):
     return Step(y.reshape(x.shape), 1.0, 32, norm(x), 1.0)
 
 
-NODE.append("size h kernel widths dim descending negative_slope min max beta threshold")
+WINDOW = "kernel stride padding", ""
 
 OPERATIONS |= {
-    "circular": circular,
-    "transposed": transposed,
-    "residual": residual,
-    "average_pool": pool,
-    "max_pool": pool,
-    "concatenate": concatenate,
-    "pad": pad,
-    "leaky_relu": leaky_relu,
-    "clamp": clamp,
-    "tanh": smooth,
-    "sigmoid": smooth,
-    "softplus": smooth,
-    "sort": sort,
-    "householder": householder,
+    "circular": (circular, *LAYER),
+    "transposed": (transposed, "size " + LAYER[0], LAYER[1]),
+    "residual": (residual, "h " + LAYER[0], LAYER[1]),
+    "average_pool": (pool, *WINDOW),
+    "max_pool": (pool, *WINDOW),
+    "concatenate": (concatenate, "", ""),
+    "pad": (pad, "widths", ""),
+    "leaky_relu": (leaky_relu, "negative_slope", ""),
+    "clamp": (clamp, "min max", ""),
+    "tanh": (smooth, "", ""),
+    "sigmoid": (smooth, "", ""),
+    "softplus": (smooth, "beta threshold", ""),
+    "sort": (sort, "dim descending", ""),
+    "householder": (householder, "", "value"),
 }
