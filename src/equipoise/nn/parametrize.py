@@ -627,7 +627,13 @@ def _with_property(kind: type[nn.Module]) -> Any:
     def get(layer: Any) -> Any:
         if "weight" not in layer.parametrizations:  # torch looks while it removes the last one
             raise AttributeError("weight")
-        return own.fget(layer)
+        if not parametrize._cache_enabled:
+            return layer.parametrizations["weight"]()
+        # within `cached()`; torch's own property would know every layer as `sample`
+        key = (id(layer), "weight")
+        if key not in parametrize._cache:
+            parametrize._cache[key] = layer.parametrizations["weight"]()
+        return parametrize._cache[key]
 
     body = {
         "weight": property(get, own.fset),
