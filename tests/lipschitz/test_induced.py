@@ -13,7 +13,6 @@ from equipoise.core import InputError, Refused
 from equipoise.lipschitz import induced_bound, induced_norm
 from equipoise.norms import operator_matrix
 
-
 COMPLEX = [nn.Linear(5, 3, dtype=torch.complex64), nn.Conv1d(2, 3, 3, padding=1, dtype=torch.complex64)]
 
 
