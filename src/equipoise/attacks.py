@@ -18,6 +18,7 @@ from equipoise.core import (
     InputError,
     describe,
     fresh_strides,
+    per_sample,
     require_images,
     require_labels,
     require_one_of,
@@ -51,9 +52,9 @@ def unit(g: Tensor, norm: Norm = "l2") -> Tensor:
     if norm == "l1":
         sizes = g.flatten(1).abs()
         least = sizes.topk(max(1, sizes.shape[1] // 100)).values[:, -1]
-        g = torch.where(g.abs() >= _wide(least, g), g.sign(), 0.0)
+        g = torch.where(g.abs() >= per_sample(least, g), g.sign(), 0.0)
     length = _length(g, norm)
-    return g / _wide(torch.where(length > 0, length, 1.0), g)
+    return g / per_sample(torch.where(length > 0, length, 1.0), g)
 
 
 def _length(delta: Tensor, norm: Norm) -> Tensor:
@@ -64,10 +65,10 @@ def _length(delta: Tensor, norm: Norm) -> Tensor:
 def _nearest(delta: Tensor, radius: Tensor, norm: Norm) -> Tensor:
     """Perturbations of at most this size, up to rounding: entries are clipped in ℓ∞, the whole is scaled elsewhere."""
     if norm == "linf":
-        limit = _wide(radius, delta)
+        limit = per_sample(radius, delta)
         return delta.clamp(-limit, limit)
     scale = radius / _length(delta, norm).clamp(min=1e-300)
-    return delta * _wide(scale.clamp(max=1.0), delta)
+    return delta * per_sample(scale.clamp(max=1.0), delta)
 
 
 def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tensor:
@@ -92,16 +93,12 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tens
     rounding = 1 + (delta[0].numel() + 4) * 2.0**-52
     scale = torch.ones_like(radius)
     for attempt in range(12):
-        stored = (centre + _wide(scale, x) * delta).to(x.dtype)
+        stored = (centre + per_sample(scale, x) * delta).to(x.dtype)
         outside = _length(stored.double() - centre, norm) * rounding > radius
         if not outside.any():
             return stored
         scale = torch.where(outside, scale * (1 - 1e-7 * 4.0**attempt), scale).clamp(min=0.0)
-    return torch.where(_wide(outside, x), x, stored)
-
-
-def _wide(values: Tensor, like: Tensor) -> Tensor:
-    return values.reshape(-1, *[1] * (like.ndim - 1))
+    return torch.where(per_sample(outside, x), x, stored)
 
 
 @dataclass(frozen=True)
@@ -318,19 +315,21 @@ def _ascend(
         nonlocal best, value, success
         hit = broken(z) if judge else torch.zeros_like(success)
         better = ~success & (hit | (score > value))
-        best = torch.where(_wide(better, x), z, best)
+        best = torch.where(per_sample(better, x), z, best)
         value = torch.where(better, score, value)
         success = success | hit
 
     for _ in range(restarts):
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        z = inside_ball(x, x.double() + _wide(radius, x) * unit(noise, norm), radius, norm)
+        z = inside_ball(x, x.double() + per_sample(radius, x) * unit(noise, norm), radius, norm)
         for _ in range(steps):
             moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), finish is None)
-            z = inside_ball(x, z.double() + _wide(length, x) * unit(gradient, norm), radius, norm)
+            z = inside_ball(
+                x, z.double() + per_sample(length, x) * unit(gradient, norm), radius, norm
+            )
         z = z if finish is None else finish(z)
         with torch.no_grad():
             score = loss(z).double()

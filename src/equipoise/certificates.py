@@ -423,8 +423,8 @@ class _Writer:
             rest: other attributes of the operation.
         """
         weight, bias = parameters
-        taps: Any = weight.shape[2:]
-        operator: Any = weight
+        taps = weight.shape[2:]
+        operator = weight
         if taps:
             mode = "circular" if op == "circular" else "zeros"
             kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(taps) - 1]

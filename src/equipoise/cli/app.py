@@ -151,7 +151,7 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
         app: what `build` returned.
         arguments: of the command line.
     """
-    code: Any = 0
+    code = 0
     try:
         try:
             code = app(arguments, prog_name="equipoise", standalone_mode=False)

@@ -130,7 +130,7 @@ def predict(
     dataset = options.load_data(recipe)
     network = options.load_network(recipe, batch=stored.settings.chunk_size)
     answers = predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)
-    names: dict[Any, str] = dict(enumerate(stored.manifest.data.classes or ()))
+    names = dict(enumerate(stored.manifest.data.classes or ()))
     rows = [row | {"class": names.get(row["answer"])} if names else row for row in answers]
     if json:
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})

@@ -287,7 +287,7 @@ def _write_votes(run: Run, folder: Path) -> None:
         np.array([getattr(row, name) for row in run.rows if row.failure is None])
         for name in ("selection", "estimation", "draws")
     )
-    setting: Any = settings.model_dump(include={"sigma", "alpha", "procedure"})
+    setting = settings.model_dump(include={"sigma", "alpha", "procedure"})
     certificates.write_smoothing(selection, estimation, draws, folder, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 

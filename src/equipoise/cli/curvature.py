@@ -67,7 +67,7 @@ def curvature(
     hessian = LossHessian(net, "ce", batches, layer)
     shape = tuple(batches[0][0].shape[1:])
     loss = guarded(hessian.value, f"the loss on these data (inputs of shape {shape})")
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": loss}
+    report = {"parameters": hessian.size, "samples": hessian.count, "loss": loss}
     for name in wanted:
         report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:

@@ -149,7 +149,7 @@ def weight_rows(
                 header = weights.get_slice(name)
                 shape = tuple(header.get_shape())
                 dtype = str(header.get_dtype())
-                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype}
+                row = {"name": name, "shape": list(shape), "dtype": dtype}
                 row |= {"status": "bracket", "note": ""}
                 if not dtype.startswith(("F", "BF", "C")):
                     row |= {"status": "skipped", "note": f"{dtype} is not floating point"}
@@ -213,9 +213,8 @@ def weight_bracket(
         rtol: relative gap to reach.
         input_size: spatial size of the input (zero padding of the «same» amount), one number serves every axis; None: any size.
     """
-    import torch
 
-    from equipoise.core.precision import full_precision, require_finite, working_dtype
+    from equipoise.core.precision import proving, require_finite, working_dtype
     from equipoise.maps.linear import convolution
     from equipoise.norms.convolution import conv_bracket
     from equipoise.norms.spectral import spectral_norm
@@ -224,5 +223,5 @@ def weight_bracket(
     if weight.dim() == 2:
         return spectral_norm(weight, rtol=rtol)
     size = input_size[0] if input_size is not None and len(input_size) == 1 else input_size
-    with torch.no_grad(), full_precision():
+    with proving():
         return conv_bracket(convolution(weight, input_size=size), rtol)

@@ -89,7 +89,7 @@ def train(
             refuse("which data? --from takes --data, or a recipe")
         name = f"{Path(source).resolve().name}-{method}"
         folder = run_dir or Path("runs") / name.replace(":", "-")
-        task: dict[str, Any] = {
+        task = {
             "weights": weights,
             "method": method,
             "data": data,

@@ -47,6 +47,7 @@ from equipoise.core.modules import (
     fresh_strides,
     hooked,
     is_unmodified,
+    per_sample,
     run_on,
     tensor_slots,
 )
@@ -57,6 +58,7 @@ from equipoise.core.precision import (
     full_precision,
     gamma,
     inflate,
+    proving,
     rescaled,
     row_lengths,
     safe_root,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import float64
 
 Number = float | Tensor
 #: of a tensor, or spatial size of an image
@@ -70,26 +71,26 @@ class Bracket:
     vectors: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lower = _tensor(self.lower)
-        upper = _tensor(self.upper)
+        lower = float64(self.lower)
+        upper = float64(self.upper)
         if (lower > upper).any() or lower.isnan().any() or upper.isnan().any():
             raise InputError(f"a bracket needs lower ≤ upper, got [{self.lower!r}, {self.upper!r}]")
 
     @property
     def gap(self) -> Number:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
-        low = _tensor(self.lower)
-        up = _tensor(self.upper)
+        low = float64(self.lower)
+        up = float64(self.upper)
         gap = torch.where(up == low, 0.0, up / low - 1)
         return gap if gap.dim() else float(gap)
 
     @property
     def reached(self) -> bool:
         """Whether the gap asked for was reached (everywhere, for a batch)."""
-        return bool((_tensor(self.gap) <= self.rtol).all())
+        return bool((float64(self.gap) <= self.rtol).all())
 
     def __contains__(self, value: float) -> bool:
-        return bool((_tensor(self.lower) <= value).all() and (_tensor(self.upper) >= value).all())
+        return bool((float64(self.lower) <= value).all() and (float64(self.upper) >= value).all())
 
     def __repr__(self) -> str:
         extra = "".join(
@@ -179,8 +180,3 @@ def _format(x: Number, digits: int, rounding: str) -> str:
         .normalize()
     )
     return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:e}"
-
-
-def _tensor(x: Number) -> Tensor:
-    """As float64: brackets must not be compared in the default float32."""
-    return torch.as_tensor(x, dtype=torch.float64)

@@ -192,6 +192,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each entry of the first dimension, shaped to broadcast against a tensor.
+
+    Args:
+        values: (N,).
+        like: a tensor (N, ...).
+
+    >>> per_sample(torch.ones(2), torch.zeros(2, 3, 4)).shape
+    torch.Size([2, 1, 1])
+    """
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
 def fresh_strides(x: Tensor) -> Tensor:
     """The same numbers with the strides of a freshly allocated tensor: x itself if it has them, else a copy.
 

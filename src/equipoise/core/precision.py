@@ -238,8 +238,15 @@ def full_precision() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def proving() -> Iterator[None]:
+    """Full precision without gradients: what proofs run under."""
+    with torch.no_grad(), full_precision():
+        yield
+
+
 def _flushes_subnormals() -> bool:
-    return float(torch.tensor(2.0**-1060, dtype=torch.float64) * 1.0) == 0.0
+    return float(float64(2.0**-1060) * 1.0) == 0.0
 
 
 def _switches() -> list[tuple[Any, str, Any]]:

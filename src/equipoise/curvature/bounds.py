@@ -14,7 +14,7 @@ for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvatu
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +108,7 @@ def hessian_bound_report(
     require_one_of(("ce", "mse"), loss=loss)
     hessian = LossHessian(model, loss, data, dtype=torch.float64)
     chain = _chain(model)
-    linear: dict[str, Any] = {
-        name: module for name, module in chain if isinstance(module, nn.Linear)
-    }
+    linear = {name: module for name, module in chain if isinstance(module, nn.Linear)}
     norms = {name: float(spectral_norm(module).upper) for name, module in linear.items()}
     downstream = _downstream(chain, norms)
 

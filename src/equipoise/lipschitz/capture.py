@@ -339,7 +339,7 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
         exact: in float64, as the real functions that operations stand for (see `values`).
     """
 
-    values: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
+    values = dict(zip(program.inputs, inputs, strict=True))
 
     def value(node: fx.Node) -> Any:
         if node in values:
@@ -472,9 +472,7 @@ def analyse(program: ExportedProgram) -> Program:
     returned: Any = plain.graph.output_node()
     returned.args = (returned.args[0][changed:],)
     inputs = [plain.places[n] for n in inputs]
-    values: dict[fx.Node, Any] = {
-        plain.places[n]: v for n, v in _stored(program).items()
-    } | plain.constants
+    values = {plain.places[n]: v for n, v in _stored(program).items()} | plain.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
     live, moving = _ancestors(plain.graph), set(inputs)

@@ -24,9 +24,9 @@ from torch import Tensor, fx
 from equipoise.core import (
     InputError,
     frobenius,
-    full_precision,
     gamma,
     inflate,
+    proving,
     require_tensor,
     rescaled,
 )
@@ -64,7 +64,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
             "a chain needs matrices (out, in), each with as many inputs as the one before it has outputs"
         )
     hidden = len(weights) - 1
-    with torch.no_grad(), full_precision():
+    with proving():
         norms = [log_up(float(spectral_norm(w.detach()).upper)) for w in weights]
         product = log_product(*norms, *[log_up(max(map(abs, slopes)))] * hidden)
         closed = _closed_form([Matrix(w.detach()) for w in weights], [slopes] * hidden)
@@ -188,7 +188,7 @@ def chain_total(run: Propagation) -> float:
     if len(layers) < 2 or max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
         return math.inf
 
-    with torch.no_grad(), full_precision():
+    with proving():
         closed = _closed_form(layers, slopes[:-1])
     last = log_up(max(map(abs, slopes[-1])))
     return math.inf if closed is None else log_product(closed, run.facts[start].fused, last)

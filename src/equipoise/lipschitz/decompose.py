@@ -372,7 +372,7 @@ def _write_out(node: fx.Node, result: Decomposed) -> None:
 
     def run(*tensors: Any) -> Any:
         values = dict(zip(sources, tensors, strict=True))
-        args: Any = fx.node.map_arg(node.args, values.__getitem__)
+        args = fx.node.map_arg(node.args, values.__getitem__)
         return operation(*args, **fx.node.map_arg(node.kwargs, values.__getitem__))
 
     examples = [s.meta["val"] for s in sources]

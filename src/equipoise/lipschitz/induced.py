@@ -85,7 +85,7 @@ def _total(program: Program, logs: dict[fx.Node, float], order: Order) -> float:
 def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
     """Logarithms of the product bounds of every node."""
     program = run.program
-    logs: dict[fx.Node, float] = dict.fromkeys(program.inputs, 0.0)
+    logs = dict.fromkeys(program.inputs, 0.0)
     with torch.no_grad():
         for node in program.nodes:
             step = run.steps[node]

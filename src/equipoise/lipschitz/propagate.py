@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import InputError, Refused, flat_tensors, full_precision, inflate
+from equipoise.core import InputError, Refused, flat_tensors, inflate, proving
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Sum
@@ -34,7 +34,7 @@ class Facts:
     signal: Signal
     product: float
     fused: float
-    form: Linear | None = field(default=None, repr=False)
+    form: Linear | None = None
     base: fx.Node | None = None
 
 
@@ -103,7 +103,7 @@ def propagate(
     inside = {
         n for region in program.regions if math.isfinite(region.bound) for n in region.members
     }
-    with torch.no_grad(), full_precision():
+    with proving():
         for done, node in enumerate(program.nodes):
             if progress is not None:
                 progress(done, len(program.nodes))

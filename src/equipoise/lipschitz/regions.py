@@ -18,7 +18,7 @@ method and the map:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from equipoise.core import (
     frobenius,
     inflate,
     is_unmodified,
+    per_sample,
 )
 from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
@@ -56,7 +57,7 @@ class Region:
     name: str
     kind: str
     method: str
-    members: frozenset[fx.Node] = field(default=frozenset(), repr=False)
+    members: frozenset[fx.Node] = frozenset()
     whole: bool = True
     declared: bool = False  # by a class that is not part of this package: attacked, not proved
     by_row: float = math.inf
@@ -115,7 +116,7 @@ def _region(
     region = Region(
         source, output, as_upper(bound), path or kind, kind, method, inside, declared=declared
     )
-    token_upper: Any = getattr(module, "token_upper", None)
+    token_upper = getattr(module, "token_upper", None)
     if declared or token_upper is None:
         return region
     return replace(region, by_row=as_upper(token_upper(tuple(x.shape[1:]))))
@@ -222,7 +223,7 @@ def residual_bound(
     rows = K.flatten(1)
     squares = rows.square().sum(1)
     t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, 1.0)
-    t = t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
+    t = per_sample(t.clamp_min(0), K)
     E = R + t * K
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
         return None  # not such a block: the sum of the branches is as good

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from equipoise.core import InputError, Refused, full_precision
+from equipoise.core import InputError, Refused, float64, proving
 from equipoise.lipschitz.capture import Program, as_batch, as_function, capture, mapped
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.nonlinear import known, near
@@ -80,7 +80,7 @@ def forward_error(
     """
     x = as_batch(x)
     program = capture(model, x[:1])
-    with torch.no_grad(), full_precision():
+    with proving():
         cache = Cache(rtol)
         return Rounding(propagate(program, None, rtol, cache), cache)(x, radius)
 
@@ -147,7 +147,7 @@ class Rounding:
 
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""
-        near = torch.as_tensor(radius, dtype=torch.float64).expand(len(x)).clone()
+        near = float64(radius).expand(len(x)).clone()
         if not bool(((near >= 0) & torch.isfinite(near)).all()):
             raise InputError("the radius must be a non-negative number, or one per sample")
         self.require(self.dtype)
@@ -190,7 +190,7 @@ class Rounding:
     def _batch(self, x: Tensor, near: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         parts = []
         for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
-            with torch.no_grad(), full_precision():
+            with proving():
                 parts.append(mapped(lambda s, r: self.walk(s, r, dtype), some, r))
         values, slip = torch.cat(parts).unbind(1)
         return values, torch.where(slip.isnan(), math.inf, slip)

@@ -133,8 +133,7 @@ def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
     """
     if curve.function is not None:
         return curve.function(x)
-    result: Tensor = perform(call.node, lambda _: x)
-    return result
+    return perform(call.node, lambda _: x)
 
 
 def value(call: Call, step: Step, values: Values) -> Tensor:

@@ -98,7 +98,7 @@ def perform(node: fx.Node, value: Lookup, *, exact: bool = False) -> Any:
         value: of every node that it reads.
         exact: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
     """
-    args: Any = fx.node.map_arg(node.args, value)
+    args = fx.node.map_arg(node.args, value)
     kwargs = fx.node.map_arg(node.kwargs, value)
     operation: Any = _aten.reshape.default if node.target in _RESHAPES else node.target
     if not exact:
@@ -132,5 +132,4 @@ def exactly(node: fx.Node, values: Mapping[fx.Node, Any], constant: Lookup) -> A
 
 def first_of(result: Any) -> Tensor:
     """The values of an operation that returns indices too."""
-    first: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return first
+    return result[0] if isinstance(result, tuple | list) else result

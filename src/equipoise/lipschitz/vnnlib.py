@@ -9,12 +9,10 @@ It holds for a network where no input of the box does that (`unsat`), and is vio
 numbers only. Numbers are read as the nearest float64. A file is not trusted: sizes are bounded, and anything else is refused.
 """
 
-import functools
 import itertools
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core import InputError, Refused, full_precision, inflate
+from equipoise.core import InputError, Refused, inflate, proving
 from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
@@ -185,7 +183,7 @@ def verify_property(
     """
     began = time.process_time()
     cache = Cache(RTOL)
-    with torch.no_grad(), full_precision():
+    with proving():
         run = propagate(capture(model, example), None, RTOL, cache)
         engine = LocalBound(run, cache)
         if engine.network is None:
@@ -195,18 +193,12 @@ def verify_property(
             raise InputError(
                 f"the property has {sizes[0]} inputs and {sizes[1]} outputs, the network others"
             )
-        function, shape = as_function(run.program), example.shape[1:]
         rounding = Rounding(run, cache)
-        attack = functools.partial(
-            Attack,
-            function=lambda points: function(points.reshape(-1, *shape)),
-            evaluate=lambda points: rounding.evaluate(points.reshape(-1, *shape)),
-        )
         unproved = False
         for box in boxes:
-            answer = _check(engine.network, box, attack, ball, began + seconds)
+            answer = _check(engine.network, box, rounding, ball, began + seconds)
             if isinstance(answer, Tensor):
-                (output,) = function(answer.reshape(1, *shape))
+                (output,) = as_function(run.program)(answer.reshape(example[:1].shape))
                 return Answer("violated", time.process_time() - began, answer, output)
             unproved |= not answer
     return Answer("unknown" if unproved else "holds", time.process_time() - began)
@@ -215,7 +207,7 @@ def verify_property(
 def _check(
     network: Network,
     box: Box,
-    attack_on: Callable[[Ball], Attack],
+    rounding: Rounding,
     radius: float | None,
     deadline: float,
 ) -> bool | Tensor:
@@ -237,7 +229,7 @@ def _check(
         )
         if ball is None:
             return False
-        attack, left = attack_on(ball), []
+        attack, left = Attack(ball, rounding), []
         for rows, offset in part.cases:
             margins = lower_bounds(ball, last, rows) - offset
             if bool((margins > 0).any()):

@@ -233,8 +233,8 @@ def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
     A = _ungrouped(a)
     B = _ungrouped(b)
     axes = []
-    box_a: list[slice] = [slice(None), slice(None)]
-    box_b: list[slice] = [slice(None), slice(None)]
+    box_a = [slice(None), slice(None)]
+    box_b = [slice(None), slice(None)]
     for x, y in zip(a.axes, b.axes, strict=True):
         left = max(x.left, y.left)
         start_x = left - x.left

@@ -188,7 +188,7 @@ class _Walk:
             module: the module, in the copy of the network.
             path: its dotted name.
         """
-        weight: Tensor = module.weight
+        weight = module.weight
         try:
             layer = self.layers[type(module)].from_plain(module, **self.options)
         except Refused as refusal:

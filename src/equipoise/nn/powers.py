@@ -221,10 +221,8 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
     half = (exponent / 2).floor()  # two exact steps: 2^-exponent alone may overflow
     whole = K.double() * torch.exp2(-half) * torch.exp2(half - exponent)
     if math.prod(K.shape[3:]) > 1:
-        T, log2, _, _ = _kernel_powers(whole, t)
-        return T, log2
-    T, log2, _, _ = _matrix_powers(whole.reshape(*K.shape[:3]), t)
-    return T, log2
+        return _kernel_powers(whole, t)[:2]
+    return _matrix_powers(whole.reshape(K.shape[:3]), t)[:2]
 
 
 def largest_exponent(x: Tensor, batch: int) -> Tensor:

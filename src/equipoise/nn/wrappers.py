@@ -1,7 +1,7 @@
 """Constants that follow from construction; modules around modules: a chosen constant, skip connections; the last layer."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +65,19 @@ def known_constant(module: nn.Module) -> float | None:
     if stated is not None:
         return stated
     if type(module) is nn.Sequential:
-        total = 1.0
-        for part in module:
-            constant = known_constant(part)
-            if constant is None:
-                return None
-            total = total if constant == 1 else inflate(total * constant)
-        return total
+        return _product(map(known_constant, module))
     return _plain(module)
+
+
+def _product(constants: Iterable[float | None]) -> float | None:
+    """The constant of a chain of maps, None where that of one is not known."""
+    total = 1.0
+    for constant in constants:
+        if constant is None:
+            return None
+        exact = 1 in (total, constant)
+        total = total * constant if exact else inflate(total * constant)
+    return total
 
 
 def _plain(module: nn.Module) -> float | None:
@@ -252,11 +257,7 @@ def ending(model: nn.Module) -> Ending | None:
         *before, last = model
         final = ending(last)
         trunk = known_constant(nn.Sequential(*before))
-        if final is None:
-            return None
-        if final.trunk is None or trunk is None:
-            return Ending(final.weight, None)
-        return Ending(final.weight, inflate(final.trunk * trunk) if trunk != 1 else final.trunk)
+        return None if final is None else Ending(final.weight, _product([trunk, final.trunk]))
     if type(model) is Lipschitz:
         inner = ending(model.module)
         scale = model.scale

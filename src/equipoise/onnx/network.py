@@ -112,7 +112,7 @@ class OnnxNetwork(nn.Module):
         values.update(
             {name: fake.from_tensor(value) for name, value in self._named(inputs).items()}
         )
-        arrays: Arrays = {name: value.numpy() for name, value in self.graph.constants.items()}
+        arrays = {name: value.numpy() for name, value in self.graph.constants.items()}
         folded: Values = {}
         limit = LARGEST_TOTAL * max(1, math.prod(inputs[0].shape[:1]))
         entries = 0

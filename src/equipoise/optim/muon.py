@@ -117,7 +117,7 @@ def add_lookahead(
     require_type(optimizer, torch.optim.Optimizer, "optimizer")
     if steps < 1 or not 0 < alpha <= 1:
         raise InputError(f"lookahead needs steps ≥ 1 and alpha in (0, 1], got {steps} and {alpha}")
-    start: dict[Tensor, Tensor] = {
+    start = {
         p: p.detach().clone()
         for group in optimizer.param_groups
         for p in group["params"]

@@ -329,7 +329,7 @@ class QKGuard:
     def _watch(self, name: str, kind: str) -> None:
         """A hook that keeps the largest length of queries or keys per head."""
         layer = self.attentions[name]
-        part: Projection = getattr(layer, kind)
+        part = getattr(layer, kind)
         heads = (kind == "key" and layer.key_heads) or layer.heads
 
         def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
@@ -350,7 +350,7 @@ def _read_attentions(
 ) -> dict[str, Attention]:
     """Attention layers whose structure is recognised, by name, with the normalisation in front of them where it is."""
     attentions = {}
-    modules: dict[str, Any] = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name, module in modules.items():
         layer = _read_attention(module)
         if layer is not None:
@@ -364,7 +364,7 @@ def _read_attentions(
 
 def _read_attention(module: Any) -> Attention | None:
     """Projections and heads of a module of known structure; None for other modules."""
-    packed: Any = getattr(module, "c_attn", None)
+    packed = getattr(module, "c_attn", None)
     names = ("weight", "bias")
     config = getattr(module, "config", None)
     counts = [getattr(x, "num_attention_heads", None) for x in (module, config)]

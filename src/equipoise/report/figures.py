@@ -135,7 +135,7 @@ def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
         names.append(html.escape(label, quote=False))
         shares.append(layer["share"])
         texts.append(html.escape(f"{layer['name']}, {layer['kind']}", quote=False))
-    style: Figure = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
+    style = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
     return _figure(
         [_trace(model, shares, names, texts, **style)],
         {"title": {"text": "share of log L"}, "tickformat": ".0%"},

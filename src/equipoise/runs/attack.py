@@ -264,7 +264,7 @@ class _Attacker:
         if self.kind == "smoothed":
             return bool(misclassified(self._classifier(seed), x, y, draws, level))
         with torch.no_grad():
-            out: Tensor = self.module(x)
+            out = self.module(x)
         if not torch.isfinite(out).all():
             raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
         return bool(out.argmax(dim=1) != y)
@@ -322,7 +322,7 @@ def predict_run(
     manifest = run.manifest.reseeded(None)
     classifier = TaskSpec(network, manifest, usable_device(device), torch.empty(0)).classifier()
     for position in Selection(limit=limit).positions(len(inputs)):
-        row: dict[str, Any] = {"id": inputs.ids[position]}
+        row = {"id": inputs.ids[position]}
         row |= dict.fromkeys(("label", "answer", "failure"))
         try:
             item = inputs.item(int(position))

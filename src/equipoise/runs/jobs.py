@@ -221,7 +221,7 @@ def prepare(
         for position in positions:
             check_label(inputs.ids[position], inputs.labels[position], classes)
 
-    resolved: dict[str, Any] = {
+    resolved = {
         "num_classes": classes,
         "device": torch.device(device).type,
         "dimension": first.numel(),

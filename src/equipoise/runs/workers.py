@@ -329,7 +329,7 @@ def run_on_ray(
     try:
         if started:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+            options = {"log_to_driver": False, "logging_level": "ERROR"}
             if address is None:  # a cluster of our own listens on the loopback address alone
                 options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
                 options["include_dashboard"] = False

@@ -372,7 +372,7 @@ class SmoothedClassifier:
             ids: one key per input, default 0 … N − 1.
         """
         require_images(x)
-        names: Ids = range(len(x)) if ids is None else ids
+        names = range(len(x)) if ids is None else ids
         if len(names) != len(x):
             raise InputError(f"got {len(names)} ids for {len(x)} inputs")
         return zip(x, names, strict=True)

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, as_upper, require_labels, require_tensor, row_lengths
+from equipoise.core import (
+    InputError,
+    as_upper,
+    float64,
+    require_labels,
+    require_tensor,
+    row_lengths,
+)
 
 _DOWN = 1 - 2.0**-50
 _UP = 1 + 2.0**-50
@@ -49,7 +56,7 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
 
 
 def _errors(error: Any, logits: Tensor) -> Tensor:
-    off = torch.as_tensor(error, dtype=torch.float64).detach().cpu()
+    off = float64(error).cpu()
     off = off[:, None] if off.dim() == 1 else off
     try:
         off = off.expand(logits.shape)
@@ -135,4 +142,4 @@ def _slopes(lipschitz: Any, weight: Tensor | None, classes: int) -> Tensor:
             raise InputError(f"expected {classes} constants, one per logit, got {len(each)}")
         return (each[:, None] + each) * _UP
 
-    return torch.tensor(math.sqrt(2) * _UP * as_upper(lipschitz) * _UP, dtype=torch.float64)
+    return float64(math.sqrt(2) * _UP * as_upper(lipschitz) * _UP)

@@ -71,7 +71,7 @@ def certify_adaptive(
         test = TargetTest.of(row, selection[order], epsilon, setting.noise)
         counts = np.zeros(len(order), dtype=np.int64)
         draws = 0
-        verdict: Verdict = "undecided"
+        verdict = "undecided"
         for out in classifier.logits(xi, n_max, input_id=name, stream=Stream.ESTIMATION):
             counts += count_votes(out).cpu().numpy()
             draws += len(out)

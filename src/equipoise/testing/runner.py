@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core import EquipoiseError, InputError
+from equipoise.core import EquipoiseError, InputError, float64
 
 #: the reference is an SVD in float64, which rounds too: a bracket end counts as wrong only beyond this relative distance.
 #: LAPACK's error is a modest multiple of n·2⁻⁵³, about 1e-14 for the sizes used here.
@@ -73,8 +73,7 @@ class Tally:
 
 
 def _flat(value: Any) -> Tensor:
-    # as_tensor would round a Python float to float32
-    return torch.as_tensor(value, dtype=torch.float64).detach().cpu().flatten()
+    return float64(value).cpu().flatten()
 
 
 @dataclass(frozen=True)

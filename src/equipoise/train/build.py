@@ -211,7 +211,7 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     trained = [p for p in trained if all(p is not other for other in turned)]
     spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
     decayed = [p for p in trained if all(p is not other for other in spared)]
-    groups: list[Plain] = [
+    groups = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
         {"params": spared, "weight_decay": 0.0},
     ]
@@ -219,7 +219,7 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
         groups.append({"params": turned, "orthonormal": True})
     kind = _OPTIMIZERS[optimizer.base if optimizer.two_steps else optimizer.kind]
     accepted = inspect.signature(kind).parameters
-    options: Plain = {
+    options = {
         name: getattr(optimizer, name)
         for name in ("lr", "momentum", "nesterov", "betas")
         if name in accepted
@@ -227,5 +227,5 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     if optimizer.two_steps:
         SAM = optional("pytorch_optimizer", "train").SAM
         return SAM(groups, kind, optimizer.rho, optimizer.kind == "asam", **options)
-    built: torch.optim.Optimizer = kind(groups, **options)
+    built = kind(groups, **options)
     return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)

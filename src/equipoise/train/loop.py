@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
-from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides, one_line
+from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides, one_line, optional
 from equipoise.core.files import atomic_write
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
@@ -168,17 +168,14 @@ def plan_recipe(recipe: Recipe, model: nn.Module | None = None) -> Plain:
 def _on_device(model: nn.Module, cpu: bool) -> tuple[nn.Module, torch.device]:
     """The network as every process calls it, and the device of this one; one process does without accelerate."""
     try:
-        from accelerate import Accelerator
-    except ImportError as error:
+        accelerator = optional("accelerate", "train").Accelerator(cpu=cpu)
+    except InputError:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise InputError(
-                "training on several processes needs accelerate: pip install 'equipoise[train]'"
-            ) from error
+            raise
         device = torch.device("cpu")
         if not cpu:
             device = torch.accelerator.current_accelerator() or device
         return model.to(device), device
-    accelerator = Accelerator(cpu=cpu)
     return accelerator.prepare_model(model.to(accelerator.device)), accelerator.device
 
 
@@ -391,7 +388,7 @@ def _measure(run: Training, last: bool) -> tuple[Plain, Certified | None]:
             distributed.broadcast(buffer, 0)
     model.eval()
     lr = run.optimizer.param_groups[0]["lr"]
-    row: Plain = {"epoch": run.epoch, "step": run.step, "lr": lr}
+    row = {"epoch": run.epoch, "step": run.step, "lr": lr}
     certified = None
     due = last or (metrics.bound_every and run.epoch % metrics.bound_every == 0)
     if metrics.bound and due:
@@ -414,7 +411,7 @@ def _save(run: Training, folder: Path | None) -> None:
     _require_finite(run)
     if folder is None:
         return
-    state: State = {name: item.state_dict() for name, item in run.stateful.items()}
+    state = {name: item.state_dict() for name, item in run.stateful.items()}
     for index, entries in run.optimizer.state_dict()["state"].items():
         state[f"optimizer/{index}"] = entries
     state["totals"] = run.totals.reduced()

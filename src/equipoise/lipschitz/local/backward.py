@@ -58,15 +58,15 @@ class Ball:
     x: Tensor
     radius: float
     norm: Norm = "l2"
-    centre: list[Tensor] = field(default_factory=list, repr=False)
-    slip: list[Tensor] = field(default_factory=list, repr=False)
-    low: list[Tensor] = field(default_factory=list, repr=False)
-    high: list[Tensor] = field(default_factory=list, repr=False)
-    lip: list[Tensor] = field(default_factory=list, repr=False)
-    total: list[float] = field(default_factory=list, repr=False)
-    lines: dict[int, Lines] = field(default_factory=dict, repr=False)
-    spread: list[Tensor | None] = field(default_factory=list, repr=False)
-    widths: Tensor | None = field(default=None, repr=False)
+    centre: list[Tensor] = field(default_factory=list)
+    slip: list[Tensor] = field(default_factory=list)
+    low: list[Tensor] = field(default_factory=list)
+    high: list[Tensor] = field(default_factory=list)
+    lip: list[Tensor] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    lines: dict[int, Lines] = field(default_factory=dict)
+    spread: list[Tensor | None] = field(default_factory=list)
+    widths: Tensor | None = None
 
     def add(self, *known: object) -> None:
         """What is known of the next node: centre, slip, low, high, lip, total and spread, what rounding costs per unit of |A|."""
@@ -412,7 +412,7 @@ def walk(
         spread: `spread[i]` is what rounding at node i costs per unit of |A|.
         offset: whether the offsets of affine nodes enter the constants.
     """
-    found: dict[int, Tensor] = {k: rows}
+    found = {k: rows}
     constant, error = (
         torch.zeros(len(rows), dtype=torch.float64),
         torch.zeros(len(rows), dtype=torch.float64),

@@ -14,7 +14,6 @@ References: Wang et al. 2021 (β-CROWN); De Palma et al. 2021 (splits chosen by 
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,9 +21,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from equipoise.core.precision import gamma, inflate
+from equipoise.lipschitz.capture import as_function
 from equipoise.lipschitz.local.backward import Ball, dual_norm
 from equipoise.lipschitz.local.curves import Hinge
 from equipoise.lipschitz.local.slopes import Relaxation, optimise, relaxed_bounds, usual_slopes
+from equipoise.lipschitz.rounding import Rounding
 
 #: parts of the ball: by name and node, one row for each
 Parts = dict[tuple[str, int], Tensor]
@@ -47,15 +48,21 @@ class Attack:
 
     Args:
         ball: in one of the norms, or a box.
-        function: the network on a batch of flat inputs, differentiable.
-        evaluate: values of a batch of flat inputs, and bounds of their rounding.
+        rounding: of the network, which gives its values with bounds of their rounding.
         dtype: in which an input is stored.
     """
 
     ball: Ball
-    function: Callable[[Tensor], Tensor]
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rounding: Rounding
     dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        self.program = self.rounding.run.program
+        self.function = as_function(self.program)
+
+    def _inputs(self, points: Tensor) -> Tensor:
+        """Flat points as a batch of inputs."""
+        return points.reshape(-1, *self.program.inputs[0].meta["val"].shape[1:])
 
     def everywhere(self, rows: Tensor, offset: Tensor, steps: int = ATTACK_STEPS) -> Tensor | None:
         """An input of the ball with `rows·f ≤ offset` for all rows, from random points; None where none was met.
@@ -87,7 +94,9 @@ class Attack:
         for step in range(steps + 1):
             points = self._project(points).requires_grad_()
             with torch.enable_grad():
-                values = torch.einsum("nro,no->nr", rows, self.function(points)) - offset
+                values = (
+                    torch.einsum("nro,no->nr", rows, self.function(self._inputs(points))) - offset
+                )
                 worst = values.amax(1)
                 (gradient,) = torch.autograd.grad(worst.sum(), points)
             points = points.detach()
@@ -135,7 +144,7 @@ class Attack:
             if ball.widths is None
             else bool((step <= ball.widths).all())
         )
-        values, error = (t[0] for t in self.evaluate(x[None]))
+        values, error = (t[0] for t in self.rounding.evaluate(self._inputs(x)))
         size = rows.abs() @ values.abs() + offset.abs()
         noise = rows.abs() @ error + gamma(len(values) + 16, torch.float64) * size
         return inside and bool((rows @ values - offset + inflate(noise) <= 0).all())

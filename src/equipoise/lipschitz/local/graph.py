@@ -47,11 +47,11 @@ class Affine:
     sources: tuple[int, ...]
     shape: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    run: Callable[[Sequence[Tensor], bool, bool], Tensor] = field(repr=False)
+    run: Callable[[Sequence[Tensor], bool, bool], Tensor]
     gamma: float
     gains: tuple[float, ...]
-    rows: Tensor | None = field(default=None, repr=False)
-    matrices: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    rows: Tensor | None = None
+    matrices: tuple[Tensor, ...] | None = None
     root: bool = False
 
     def forward(
@@ -107,7 +107,7 @@ class Network:
 
     nodes: tuple[Affine | Activation | None, ...]
     sizes: tuple[int, ...]
-    places: dict[fx.Node, int] = field(default_factory=dict, repr=False)
+    places: dict[fx.Node, int] = field(default_factory=dict)
 
     @functools.cached_property
     def activations(self) -> dict[int, Activation]:

@@ -71,15 +71,15 @@ class Case:
     most: int = SWITCHING
     deadline: float = math.inf
     lost: Callable[[float], Tensor] | None = None
-    notes: set[str] = field(default_factory=set, repr=False)
-    losses: dict[float, Tensor] = field(default_factory=dict, repr=False)
-    balls: dict[float, Ball | None] = field(default_factory=dict, repr=False)
-    bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
-    maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
+    notes: set[str] = field(default_factory=set)
+    losses: dict[float, Tensor] = field(default_factory=dict)
+    balls: dict[float, Ball | None] = field(default_factory=dict)
+    bounds: dict[float, Tensor] = field(default_factory=dict)
+    maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict)
     failed: float = math.inf  # the least radius at which the relaxation did not prove every margin
     refines: bool = False  # whether intervals refined backward proved what others did not
     # of the ball before, to begin with
-    relaxation: Relaxation | None = field(default=None, repr=False)
+    relaxation: Relaxation | None = None
 
     def ball(self, radius: float) -> Ball | None:
         """The enclosure on the ball, computed once."""

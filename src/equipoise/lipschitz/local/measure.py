@@ -25,8 +25,8 @@ from equipoise.core import (
     Bracket,
     Refused,
     frobenius,
-    full_precision,
     inflate,
+    proving,
     require_one_of,
     require_positive,
 )
@@ -121,7 +121,7 @@ def local_lipschitz(
         float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12)
         + radius
     )
-    with torch.no_grad(), full_precision():
+    with proving():
         run = propagate(program, reach, rtol, cache)
         engine = LocalBound(run, cache, effort, seconds)
         upper = torch.tensor(
@@ -314,7 +314,7 @@ def _neuron_bound(run: Propagation, cache: Cache, most: int) -> float:
             f"multipliers take up to {most:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "
             f"{network.sizes[-1]:,}; use chain='closed'"
         )
-    with torch.no_grad(), full_precision():
+    with proving():
         outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
         found = best_multipliers(reduced_maps(*whole_space(network), outputs))
     if found is None:

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from equipoise.core.precision import gamma, inflate
+from equipoise.core.precision import float64, gamma, inflate
 from equipoise.lipschitz.local.backward import ENTRIES, Ball, Slopes, difference_spread, walk
 from equipoise.norms.cholesky import below
 
@@ -52,9 +52,9 @@ AHEAD = 1.4
 class Reduced:
     """`C` and `D` with the rows of the outputs (J and G) below those of the switching neurons; `counts` per activation."""
 
-    C: Tensor = field(repr=False)
-    D: Tensor = field(repr=False)
-    slack: Tensor = field(repr=False)
+    C: Tensor
+    D: Tensor
+    slack: Tensor
     counts: tuple[int, ...]
 
     @property
@@ -355,5 +355,5 @@ def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
     )
     if apart >= 0.5:
         return False
-    tau = torch.tensor([(1 - apart) ** 2 * (1 - 8 * _U)], dtype=torch.float64)
-    return bool(below(G[None], tau, torch.tensor([error], dtype=torch.float64)))
+    tau = float64([(1 - apart) ** 2 * (1 - 8 * _U)])
+    return bool(below(G[None], tau, float64([error])))

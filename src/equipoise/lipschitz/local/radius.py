@@ -20,13 +20,14 @@ from equipoise.core import (
     InputError,
     Refused,
     deflate,
-    full_precision,
+    float64,
     inflate,
+    proving,
     require_labels,
     require_one_of,
     require_positive,
 )
-from equipoise.lipschitz.capture import as_batch, as_function, capture
+from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Ball, Norm
@@ -229,7 +230,7 @@ class Certifier:
                 f"a classifier has one output (batch, classes ≥ 2), this model's output has shape {shapes}"
             )
 
-        with torch.no_grad(), full_precision():
+        with proving():
             cache = Cache(rtol)
             run = propagate(program, None, rtol, cache)
             rounding = Rounding(run, cache)
@@ -354,7 +355,7 @@ class Certifier:
         y = None if labels is None else require_labels(labels, len(x), self.classes).cpu()
 
         rows: list[dict[str, Any]] = []
-        with torch.no_grad(), full_precision():
+        with proving():
             for row in self._rows(x, y, epsilon, complete, seconds):
                 rows.append(row)
                 if progress is not None:
@@ -483,7 +484,7 @@ class Certifier:
             self._by_boxes(x, margins, row, others, epsilon, deadline)
             if complete and epsilon is not None and row["radius"] < epsilon:
                 ball = Ball(Network((), ()), x.double().flatten(), epsilon, self.norm)
-                row["broken"] = self._attack(x, ball).any_of(rows)
+                row["broken"] = Attack(ball, self.rounding, x.dtype).any_of(rows)
             return
         case = Case(self.network, x, rows, margins[others], self.norm, deadline=deadline)
         search = self._branching(case, epsilon) if complete and epsilon is not None else None
@@ -502,7 +503,7 @@ class Certifier:
             y = torch.tensor([label])
 
             def lost(radius: float) -> Tensor:
-                return self._lost(x, y, torch.tensor([radius], dtype=torch.float64))[0][others]
+                return self._lost(x, y, float64([radius]))[0][others]
 
             row["deployed"] = max(
                 row["deployed"],
@@ -543,18 +544,9 @@ class Certifier:
         ball = case.ball(epsilon) if bool(open_.any()) else None
         if ball is None:
             return None
-        attack, rows = self._attack(case.x, ball), case.rows[open_]
+        attack, rows = Attack(ball, self.rounding, case.x.dtype), case.rows[open_]
         zero = torch.zeros(len(rows), dtype=torch.float64)
         return Branching(attack, rows, zero, case.deadline, broken=attack.any_of(rows))
-
-    def _attack(self, x: Tensor, ball: Ball) -> Attack:
-        function, shape = as_function(self.run.program), x.shape[1:]
-        return Attack(
-            ball,
-            lambda points: function(points.reshape(-1, *shape)),
-            lambda points: self.rounding.evaluate(points.reshape(-1, *shape)),
-            x.dtype,
-        )
 
     def _at(self, case: Case, epsilon: float, search: Branching | None) -> str | None:
         """The method that proves every margin on the ball, from cheap to tight; None where none does."""

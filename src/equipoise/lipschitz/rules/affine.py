@@ -14,8 +14,8 @@ from equipoise.core import (
     Shape,
     float64,
     frobenius,
-    full_precision,
     inflate,
+    proving,
 )
 from equipoise.lipschitz.operations import Map, Opaque, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.products import (
@@ -64,7 +64,7 @@ def matrix_step(
     row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
-    map: Map = Opaque() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
+    map = Opaque() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
     return Step(
         ((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map
     )
@@ -119,8 +119,8 @@ def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
 
 
 def _conv_step(call: Call, form: Linear, rows: int | None, label: str) -> Step:
-    weight: Tensor = call.constant("weight").detach()
-    bias: Tensor | None = call.constant("bias")
+    weight = call.constant("weight").detach()
+    bias = call.constant("bias")
     bracket = call.bracket(form)
     positions = math.prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
     offset = inflate(math.sqrt(positions) * norm_of(bias))
@@ -344,7 +344,7 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
     """
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0)
-    with torch.no_grad(), full_precision():
+    with proving():
         norms = spectral_norm(
             constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
         )

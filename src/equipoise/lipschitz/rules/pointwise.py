@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core import inflate
+from equipoise.core import float64, inflate
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, rule
 from equipoise.maps.pointwise import (
     TABLE,
@@ -67,7 +67,7 @@ def _lowest(curve: Pointwise, x: Signal) -> float:
         return 0.0 if (left <= 0).all() and (right >= 0).all() else -math.inf
     if curve.function is None or curve.slopes[0] < 0:
         return -math.inf
-    lowest = torch.tensor(max(x.low, -1e300), dtype=torch.float64)  # 0·∞ is not a number
+    lowest = float64(max(x.low, -1e300))  # 0·∞ is not a number
     value = curve.function(lowest).min()
     return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -math.inf
 
@@ -95,7 +95,7 @@ def _celu(call: Call) -> Pointwise:
 
 def _prelu(call: Call) -> Pointwise:
     """Slopes 1 and every entry of the weight, one per channel."""
-    weight: Tensor = call.constant("weight")
+    weight = call.constant("weight")
     shape = [-1] + [1] * max(0, len(call.shape) - 2) if weight.numel() > 1 else []
     return hinge(weight.reshape(shape))
 

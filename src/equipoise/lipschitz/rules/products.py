@@ -314,8 +314,7 @@ def _columns(call: Call, b: Signal) -> Signal | None:
         order = [d % len(order) for d in node.args[1]]
     if order[-2:-1] != [len(order) - 1]:
         return None
-    before: Signal = call.lookup(node.args[0])
-    return before
+    return call.lookup(node.args[0])
 
 
 def _attention(call: Call, scores: Signal, v: Signal) -> Step:

@@ -15,8 +15,8 @@ from torch import Tensor
 from equipoise.core import (
     Bracket,
     Shape,
-    full_precision,
     inflate,
+    proving,
 )
 from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
@@ -113,7 +113,7 @@ def _linear_step(
     """A Kronecker product of 1-D matrices, `factor` times: the product of their norms."""
     below, above = abs(factor), inflate(abs(factor))
     peak = above
-    with torch.no_grad(), full_precision():
+    with proving():
         for matrix in matrices:
             bracket = spectral_norm(matrix.double(), rtol=1e-6)
             below *= float(bracket.lower) * (1 - 2.0**-49)
@@ -286,7 +286,7 @@ def _compared(call: Call, part: Signal) -> tuple[tuple[Any, ...], list[Signal]]:
     operands = [call.lookup(n) for n in node.all_input_nodes if name in _LARGER + _SMALLER]
     match operands:
         case [Signal(shape=a), Signal(shape=b)] if a == b == part.shape:  # maximum(a, b)
-            of: Any = frozenset(_identity(node.args))
+            of = frozenset(_identity(node.args))
         case [Signal(numel=n)] if part.numel < n and len(node.args) > 1:
             of = _identity(node.args)
         case _:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import inflate
+from equipoise.core import float64, inflate
 from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
@@ -74,7 +74,7 @@ def places_of(call: Call, x: Signal) -> Tensor:
         x: its argument.
     """
     numbers = torch.arange(1.0, x.numel + 1, dtype=torch.float64).reshape(x.shape)
-    moved: Tensor = exactly(call.node, {x.node: numbers}, call.lookup)
+    moved = exactly(call.node, {x.node: numbers}, call.lookup)
     return moved.long()
 
 
@@ -249,7 +249,7 @@ def refuse_nonfinite(call: Call) -> None:
 def _nonfinite(value: Any) -> float | None:
     """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
     if isinstance(value, float):
-        value = torch.tensor(value, dtype=torch.float64)
+        value = float64(value)
     if not isinstance(value, Tensor) or torch.isfinite(value).all():
         return None
     rest = value[~torch.isfinite(value)]

@@ -191,7 +191,7 @@ def liresnet(
     require_one_of(("residual", "bro"), block=block)
     share = rank if block == "bro" else None
     features = channels * (height // 4) * (width // 4)
-    layers: list[nn.Module] = [
+    layers = [
         rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2),
         MaxMin(),
     ]
@@ -215,7 +215,7 @@ def _residual(width: int, rank: float | None = None, kernel: int | None = None) 
         reflector = BROLinear if kernel is None else BROConv2d
         return reflector(*sizes, rank=max(1, round(rank * width)))
     normed = rescalings.SNLinear if kernel is None else rescalings.SNConv2d
-    block: nn.Module = normed(*sizes)
+    block = normed(*sizes)
     with torch.no_grad():
         raw = block.parametrizations["weight"].original  # type: ignore[union-attr, index]
         centre = raw if kernel is None else raw[..., kernel // 2, kernel // 2]
