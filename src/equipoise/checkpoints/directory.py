@@ -14,11 +14,7 @@ from pydantic import ConfigDict, Field
 from torch import nn
 
 from equipoise.checkpoints.builders import build_registered, registered
-from equipoise.core import (
-    InputError,
-    Refused,
-    Shape,
-)
+from equipoise.core import InputError, Refused, Shape
 from equipoise.core.files import (
     Document,
     atomic_write,

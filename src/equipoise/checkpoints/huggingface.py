@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import Budget, check_arguments
-from equipoise.core import (
-    InputError,
-    Refused,
-    Shape,
-    optional,
-    unlogged,
-)
+from equipoise.core import InputError, Refused, Shape, optional, unlogged
 from equipoise.core.files import guarded, open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
@@ -102,10 +96,7 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
     )
 
     # without memory, to count its numbers, tables included
-    with (
-        torch.device("meta"),
-        Budget(math.inf, where, tensors),
-    ):
+    with torch.device("meta"), Budget(math.inf, where, tensors):
         sketch = guarded(lambda: builder(settings), f"{where}: this model")
     needed = sum(value.numel() for value in (*sketch.parameters(), *sketch.buffers()))
     if needed > 1.5 * numbers + 10_000_000:

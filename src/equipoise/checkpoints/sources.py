@@ -10,11 +10,7 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import read_program
-from equipoise.core import (
-    InputError,
-    Refused,
-    Shape,
-)
+from equipoise.core import InputError, Refused, Shape
 from equipoise.core.files import guarded, read_json, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")

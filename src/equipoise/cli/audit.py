@@ -20,8 +20,7 @@ def audit(
     input_shape: options.InputShape = None,
     ball: Annotated[float | None, Option(help="bound only inputs of at most this ℓ2 norm")] = None,
     rtol: Annotated[
-        float,
-        Option(help="bring every operator norm to this relative gap; smaller is slower"),
+        float, Option(help="bring every operator norm to this relative gap; smaller is slower")
     ] = 1e-3,
     chain: Annotated[
         str,
@@ -53,13 +52,7 @@ def audit(
     shape = options.sizes(input_shape)
     with progress(f"bounding {model}, node by node") as update:
         report = audit_report(
-            model,
-            weights,
-            shape,
-            ball=ball,
-            rtol=rtol,
-            chain=chain,
-            progress=update,
+            model, weights, shape, ball=ball, rtol=rtol, chain=chain, progress=update
         )
     if html is not None:
         title = f"Lipschitz audit of {model}"

@@ -254,10 +254,7 @@ def _run(job: Job, run: Path | None, **execution: Any) -> Run:
     try:
         with progress("certifying") as update:
             return start(
-                job,
-                folder,
-                progress=lambda row, done, total: update(done, total),
-                **execution,
+                job, folder, progress=lambda row, done, total: update(done, total), **execution
             )
     except KeyboardInterrupt:
         options.interrupted(folder)

@@ -37,13 +37,7 @@ def curvature(
 
     from equipoise.checkpoints import load_model
     from equipoise.core.files import guarded
-    from equipoise.curvature import (
-        LossHessian,
-        sharpness,
-        spectral_density,
-        top_eigenvalue,
-        trace,
-    )
+    from equipoise.curvature import LossHessian, sharpness, spectral_density, top_eigenvalue, trace
     from equipoise.data import load_dataset
 
     measures: dict[str, Any] = {

@@ -39,8 +39,7 @@ def norm(
         ),
     ],
     input_size: Annotated[
-        str | None,
-        Option(help="assume this spatial input size, e.g. 32,32; default: any size"),
+        str | None, Option(help="assume this spatial input size, e.g. 32,32; default: any size")
     ] = None,
     rtol: Annotated[float, Option(help="bring upper/lower − 1 below this")] = 1e-3,
     only: Annotated[

@@ -28,16 +28,12 @@ RunFolder = Annotated[
     Path | None, Option(help="store the run here; default: runs/<command>-<digest>")
 ]
 Limit = Annotated[int | None, Option(help="take at most so many inputs, from every class in turn")]
-Shard = Annotated[
-    str | None,
-    Option(help="take one part, e.g. 2/8; --limit is per part"),
-]
+Shard = Annotated[str | None, Option(help="take one part, e.g. 2/8; --limit is per part")]
 Epsilon = Annotated[str | None, Option(help="report accuracy at these radii: 0,0.25,0.5")]
 Alpha = Annotated[float | None, Option(help="accept this risk per input; default: the run's")]
 Procedure = Annotated[str | None, Option(help="use cohen, rivals, …; default: the run's")]
 Model = Annotated[
-    str,
-    Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory"),
+    str, Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")
 ]
 RunArgument = Annotated[Path, Argument(metavar="RUN", help="a run directory")]
 Set = Annotated[

@@ -18,8 +18,7 @@ def report(
         "report.html"
     ),
     audit: Annotated[
-        list[str] | None,
-        Option(metavar="MODEL", help="bound this network too; may be repeated"),
+        list[str] | None, Option(metavar="MODEL", help="bound this network too; may be repeated")
     ] = None,
     weights: options.Weights = None,
     input_shape: options.InputShape = None,

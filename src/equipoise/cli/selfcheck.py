@@ -53,11 +53,7 @@ def selfcheck(
     checks = find_suite(suite)
     with progress("selfcheck") as update:
         report = run(
-            checks,
-            60 * minutes,
-            device,
-            seed,
-            lambda tally, done: update(round(100 * done), 100),
+            checks, 60 * minutes, device, seed, lambda tally, done: update(round(100 * done), 100)
         )
     if json:
         emit_json(

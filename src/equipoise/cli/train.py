@@ -23,17 +23,11 @@ def train(
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="change the recipe: --set optimizer.lr=0.1"),
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        Option(help="store the run here; default: runs/NAME"),
-    ] = None,
+    run_dir: Annotated[Path | None, Option(help="store the run here; default: runs/NAME")] = None,
     cpu: Annotated[bool, Option("--cpu", help="do not use a GPU")] = False,
     allow_code: Annotated[
         bool,
-        Option(
-            "--allow-code",
-            help="let the recipe file name code (module:factory) and run it",
-        ),
+        Option("--allow-code", help="let the recipe file name code (module:factory) and run it"),
     ] = False,
     listed: Annotated[bool, Option("--list", help="list the bundled recipes")] = False,
     source: Annotated[
@@ -50,15 +44,13 @@ def train(
         str, Option(help="with --from: use these layers: sr, aol, bcop, cayley, …")
     ] = "sr",
     data: Annotated[
-        str | None,
-        Option(help="with --from and no recipe: train on digits, a file or a folder"),
+        str | None, Option(help="with --from and no recipe: train on digits, a file or a folder")
     ] = None,
     minutes: Annotated[
         float | None, Option(help="stop after this time; the same command continues", min=0)
     ] = None,
     planned: Annotated[
-        bool,
-        Option("--plan", help="print the cost (steps, hours on this machine) and stop"),
+        bool, Option("--plan", help="print the cost (steps, hours on this machine) and stop")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +43,16 @@ def require_type(value: Any, kind: type | tuple[type, ...], name: str) -> None:
         )
 
 
-def require_one_of(choices: Iterable[str], **arguments: object) -> None:
+def require_one_of(choices: Any, **arguments: object) -> None:
     """Refuse an argument that is not one of the choices.
 
     Args:
-        choices: the allowed values.
+        choices: the allowed values, or a `Literal` of them.
         **arguments: the argument by its name.
 
     >>> require_one_of(("l1", "linf"), order="l1")
     """
-    names = tuple(choices)
+    names = get_args(choices) or tuple(choices)
     for name, value in arguments.items():
         if value not in names:
             raise InputError(f"{name} must be one of {', '.join(names)}, got {value!r}")

@@ -183,6 +183,15 @@ def read_json(path: str | Path, limit: int = LARGEST_TEXT) -> Any:
     return parse_json(read_bounded(path, limit), str(path))
 
 
+def plain_json(document: Any) -> Any:
+    """A document as JSON gives it back; numbers that JSON does not have become null.
+
+    >>> plain_json({"a": (1, float("inf"))})
+    {'a': [1, None]}
+    """
+    return json.loads(json.dumps(document), parse_constant=lambda name: None)
+
+
 def parse_json(text: str | bytes, where: str) -> Any:
     """A JSON document as the standard has it: no key twice in one object, no NaN or Infinity, no bottomless nesting.
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from scipy.linalg import norm
@@ -75,7 +75,7 @@ def top_eigenvalue(
     >>> round(e.value, 4), e.residual < 1e-4
     (9.0, True)
     """
-    require_one_of(get_args(Which), which=which)
+    require_one_of(Which, which=which)
     require_type(hessian, LinearOperator, "hessian")
     if hessian.size <= SMALL:
         H = hessian @ np.eye(hessian.size)

@@ -12,13 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import (
-    InputError,
-    Ints,
-    Shape,
-    fresh_strides,
-    one_line,
-)
+from equipoise.core import InputError, Ints, Shape, fresh_strides, one_line
 from equipoise.core.files import Digest, guarded
 
 Array = NDArray[Any]
@@ -79,12 +73,7 @@ class Dataset:
 
     @classmethod
     def from_source(
-        cls,
-        source: Source,
-        labels: Any,
-        *,
-        name: str,
-        classes: Sequence[str] | None = None,
+        cls, source: Source, labels: Any, *, name: str, classes: Sequence[str] | None = None
     ) -> Dataset:
         """A dataset of all rows of a source.
 
@@ -286,10 +275,7 @@ def check_labels(labels: Array, count: int, where: str) -> Ints:
 
 
 def as_dataset(
-    data: Any,
-    name: str,
-    layout: Layout = "auto",
-    columns: Names | None = None,
+    data: Any, name: str, layout: Layout = "auto", columns: Names | None = None
 ) -> Dataset:
     """A `Dataset` from what a user has.
 

@@ -16,13 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import (
-    InputError,
-    Ints,
-    did_you_mean,
-    one_line,
-    optional,
-)
+from equipoise.core import InputError, Ints, did_you_mean, one_line, optional
 from equipoise.core.files import SPEC, guarded, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -67,15 +67,15 @@ def lipschitz_bound(
     if ball is not None:
         require_positive(ball=ball)
     require_positive(rtol=rtol)
-    require_one_of(get_args(ChainMethod), chain=chain)
-    require_one_of(get_args(Norm), norm=norm)
+    require_one_of(ChainMethod, chain=chain)
+    require_one_of(Norm, norm=norm)
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError(
             "lipschitz_bound needs example_input: the bound depends on the input's shape"
         )
     program = capture(model, example_input, batch_dim=batch_dim)
     if ball is not None and isinstance(model, ExportedProgram):
-        shapes = [node.meta["val"].shape for node in program.inputs]
+        shapes = map(shape_of, program.inputs)
         if any(shape and shape[0] > 1 for shape in shapes):
             raise Refused(
                 "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"

@@ -21,15 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import (
-    InputError,
-    frobenius,
-    gamma,
-    inflate,
-    proving,
-    require_tensor,
-    rescaled,
-)
+from equipoise.core import InputError, frobenius, gamma, inflate, proving, require_tensor, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation

@@ -25,11 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import (
-    Refused,
-    Shape,
-    one_line,
-)
+from equipoise.core import Refused, Shape, one_line
 from equipoise.lipschitz.rules.registry import rule_of
 from equipoise.lipschitz.values import aten_name, where
 
@@ -319,22 +315,14 @@ def _split(x: Tensor, size: int | list[int], dim: int = 0) -> list[Tensor]:
     return [_aten.slice.Tensor(x, dim, start, end) for start, end in itertools.pairwise(ends)]
 
 
-def _chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
-    return _split(x, -(-x.shape[dim] // chunks), dim)
-
-
-def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
-    return [x.select(dim, i) for i in range(x.shape[dim])]
-
-
 #: operations that PyTorch does not write out, or not as views, and what they are
 _OWN: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.split.Tensor: _split,
     _aten.unsafe_split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
-    _aten.chunk.default: _chunk,
-    _aten.unbind.int: _unbind,
+    _aten.chunk.default: lambda x, chunks, dim=0: _split(x, -(-x.shape[dim] // chunks), dim),
+    _aten.unbind.int: lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])],
 }
 
 

@@ -159,7 +159,7 @@ def _image(
     if not plain:
         mid, half = near(call, mids, halves)
         rounding = near(call, mids, {n: torch.zeros_like(m) for n, m in mids.items()})[1]
-        return (mid, half, rounding) if bool(torch.isfinite(half).all()) else None
+        return (mid, half, rounding) if torch.isfinite(half).all() else None
 
     mid = value(call, step, mids)
     half = inflate(carried(call, step, halves) * (1 + 4 * roundoff(step)))

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core import (
-    Bound,
-    Kind,
-    Refused,
-    Shape,
-    gamma,
-    inflate,
-    require_one_of,
-)
+from equipoise.core import Bound, Kind, Refused, Shape, gamma, inflate, require_one_of
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
@@ -62,7 +54,7 @@ def induced_pairs(run: Propagation, order: Order) -> Tensor:
         order: `l1` or `linf`.
     """
     logs = _logs(run, order)
-    classes = run.program.outputs[0].meta["val"].shape[-1]
+    classes = shape_of(run.program.outputs[0])[-1]
     whole = exp_up(_total(run.program, logs, order)) * (2 if order == "linf" else 1)
     constants = torch.full((classes, classes), inflate(whole), dtype=torch.float64)
 

@@ -41,7 +41,7 @@ class Facts:
 NodeFacts = dict[fx.Node, Facts]
 Regions = dict[fx.Node, tuple[Region, ...]]
 #: a run of linear maps and the node where it begins
-Run = tuple[Linear | None, fx.Node | None]
+Run = tuple[Linear | None, fx.Node | None] | None
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _advance(call: Call, step: Step, facts: NodeFacts) -> Facts:
     ]
     product = combined(step, {n: facts[n].product for n in sources})
     fused = combined(step, {n: facts[n].fused for n in sources})
-    form, base = _linear_run(call, step, facts)
+    form, base = _linear_run(call, step, facts) or (None, None)
     plain = len(step.gains) == 1 and base in (step.gains[0][0].node, _multiplied(step))
     if form is not None and base is not None and not plain and not _pending(call.node, step):
         composed = log_up(float(bracket(form, call.cache).upper))
@@ -260,9 +260,9 @@ def combined(step: Step, logs: dict[fx.Node, float]) -> float:
 
 def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     if isinstance(step.map, Sum):
-        return _parallel_run(step, facts) if step.map.weights == (1.0, 1.0) else (None, None)
+        return _parallel_run(step, facts) if step.map.weights == (1.0, 1.0) else None
     if len(step.gains) != 1:
-        return None, None
+        return None
     source = step.gains[0][0].node
     before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
@@ -270,15 +270,15 @@ def _linear_run(call: Call, step: Step, facts: NodeFacts) -> Run:
     if isinstance(before.form, Matrix) and aten_name(call.node) in RESHAPES:
         # a matrix acts on rows, which stay the same in the same order
         same_rows = call.shape[-1:] == step.gains[0][0].shape[-1:]
-        return (before.form, before.base) if same_rows else (None, None)
+        return (before.form, before.base) if same_rows else None
     if isinstance(before.form, Matrix) and aten_name(call.node) == "slice.Tensor":
         if call["dim"] not in (-1, len(call.shape) - 1):
-            return None, None
+            return None
         # some outputs of a dense layer: queries, keys and values, or the gates of a cell
         rows = slice(call["start"], call["end"], call["step"])
         return Matrix(before.form.matrix[rows], before.form.error), before.base
     if step.linear is None:
-        return None, None
+        return None
     if before.form is not None:
         composed = compose(before.form, step.linear)
         if composed is not None:
@@ -290,7 +290,7 @@ def _parallel_run(step: Step, facts: NodeFacts) -> Run:
     """`A x + B x` of two linear runs from the same node; the node itself counts as the identity."""
     (a, gain_a), (b, gain_b) = step.gains
     if gain_a != 1 or gain_b != 1 or a.shape != b.shape:
-        return None, None
+        return None
     identity = Diagonal(torch.ones(1, dtype=torch.float64), 1)
     runs = [[(facts[s.node].form, facts[s.node].base), (identity, s.node)] for s in (a, b)]
     for (first, base), (second, other) in itertools.product(*runs):
@@ -298,7 +298,7 @@ def _parallel_run(step: Step, facts: NodeFacts) -> Run:
             joined = add(first, second)
             if joined is not None:
                 return joined, base
-    return None, None
+    return None
 
 
 def _sized(call: Call, step: Step) -> Signal:

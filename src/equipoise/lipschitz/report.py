@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core import format_down, format_up, inflate, row_lengths
+from equipoise.core.files import plain_json
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
@@ -123,26 +124,21 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
-        totals = ("upper", "log_upper", "product", "log_product", "fused", "log_fused")
-        rows = [
-            asdict(row) if self._has_shares else asdict(row) | {"share": None}
-            for row in self.layers
-        ]
-        return {
-            **{name: _finite(getattr(self, name)) for name in totals},
-            "log_chain": self.log_chain, "method": self.method, "norm": self.norm, "kind": "upper", "ball": self.ball,
-            "notes": list(self.notes),
+        names = (
+            "upper", "log_upper", "product", "log_product", "fused", "log_fused", "log_chain", "method", "norm", "ball",
+            "notes",
+        )  # fmt: skip
+        unknown = {} if self._has_shares else {"share": None}
+        document = {name: getattr(self, name) for name in names} | {
+            "kind": "upper",
             "fix_first": [row.name for row in self.fix_first()],
-            "layers": [{k: _finite(v) for k, v in row.items()} for row in rows],
-        }  # fmt: skip
+            "layers": [asdict(row) | unknown for row in self.layers],
+        }
+        return plain_json(document)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The report as JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cells(row: Row, shares: bool) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ class Rounding:
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""
         near = float64(radius).expand(len(x)).clone()
-        if not bool(((near >= 0) & torch.isfinite(near)).all()):
+        if not ((near >= 0) & torch.isfinite(near)).all():
             raise InputError("the radius must be a non-negative number, or one per sample")
         self.require(self.dtype)
         values, error = self.evaluate(x)

@@ -49,10 +49,6 @@ def supported(call: Call, step: Step) -> bool:
             return False
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def apply(
     call: Call, step: Step, values: Values, *, offset: bool = False, magnitude: bool = False
 ) -> Tensor:
@@ -65,7 +61,7 @@ def apply(
         offset: whether its constant part is added.
         magnitude: with the absolute values of all coefficients.
     """
-    coefficient = abs if magnitude else _same
+    coefficient: Any = abs if magnitude else lambda value: value
     x = values[step.gains[0][0].node]
     match step.map:
         case Copy(same=True):

@@ -141,7 +141,7 @@ def _read_case(
                     rows[n, ys[word]] += sign
                 else:
                     offset[n] -= sign * _number(word)
-    if bool(bounds.all()) or not bool((torch.isfinite(low + high) & (low <= high)).all()):
+    if bounds.all() or not (torch.isfinite(low + high) & (low <= high)).all():
         raise InputError("a property needs bounds of all inputs and an inequality of outputs")
     return low, high, (rows[~bounds], offset[~bounds])
 
@@ -205,14 +205,10 @@ def verify_property(
 
 
 def _check(
-    network: Network,
-    box: Box,
-    rounding: Rounding,
-    radius: float | None,
-    deadline: float,
+    network: Network, box: Box, rounding: Rounding, radius: float | None, deadline: float
 ) -> bool | Tensor:
     """Whether it is proved that no case happens in the box; an input at which one does, where one was met."""
-    last, halved = len(network.nodes) - 1, radius is None and len(box.low) <= HALVED
+    last, halved = network.last, radius is None and len(box.low) <= HALVED
     parts, steps = [box], ATTACK_STEPS
     while parts and time.process_time() < deadline:
         part = parts.pop()
@@ -232,7 +228,7 @@ def _check(
         attack, left = Attack(ball, rounding), []
         for rows, offset in part.cases:
             margins = lower_bounds(ball, last, rows) - offset
-            if bool((margins > 0).any()):
+            if (margins > 0).any():
                 continue
             broken = attack.everywhere(rows, offset, steps)
             if broken is not None:
@@ -257,7 +253,7 @@ def _check(
 def _halves(box: Box, ball: Ball) -> list[Box]:
     """Both halves of the box along the input that moves the bounds most."""
     rows = torch.cat([rows for rows, _ in box.cases])
-    last, arrived = len(ball.network.nodes) - 1, dict[int, Tensor]()
+    last, arrived = ball.network.last, dict[int, Tensor]()
     relaxed_bounds(ball, last, rows, usual_slopes(ball, last, len(rows)), arrived)
     at = int((arrived[0].abs().sum(0) * (box.high - box.low)).argmax())
     low, high = box.low.clone(), box.high.clone()

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
-from equipoise.core import (
-    InputError,
-    Shape,
-    did_you_mean,
-    format_down,
-    format_up,
-    percent,
-)
+from equipoise.core import InputError, Shape, did_you_mean, format_down, format_up, percent
 from equipoise.core.files import atomic_write, read_bounded, read_json, sealed, unsealed
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import with_effective_weights

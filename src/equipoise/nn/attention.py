@@ -68,15 +68,7 @@ from scipy.special import lambertw
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import (
-    Bound,
-    InputError,
-    Kind,
-    Shape,
-    by_construction,
-    inflate,
-    require_number,
-)
+from equipoise.core import Bound, InputError, Kind, Shape, by_construction, inflate, require_number
 from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Tensors
 from equipoise.nn.residual import CPL, upper_near_one
@@ -147,13 +139,7 @@ class L2Attention(Described):
 
     __constants__ = ("heads", "context", "causal")
 
-    def __init__(
-        self,
-        width: int,
-        heads: int = 1,
-        context: int = 128,
-        causal: bool = True,
-    ) -> None:
+    def __init__(self, width: int, heads: int = 1, context: int = 128, causal: bool = True) -> None:
         super().__init__()
         _check_heads(width, heads)
         self.heads, self.context, self.causal = heads, context, causal

@@ -16,7 +16,7 @@ distributions, or `(batch, classes)` with integer labels; `reduction` is that of
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -415,7 +415,7 @@ def _own(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
-    require_one_of(get_args(Reduction), reduction=reduction)
+    require_one_of(Reduction, reduction=reduction)
     return parts if reduction == "none" else getattr(parts, reduction)()
 
 

@@ -89,8 +89,7 @@ def _offsets_adjoint(A: Tensor, reach: Reach) -> Tensor:
     """The adjoint of `_offsets` on symmetric X and skew-symmetric Y, as `X + iY`."""
     cos, sin = _waves("back", reach, A)
     return torch.complex(
-        torch.tensordot(cos.mT, (A + A.mT) / 2, 1),
-        torch.tensordot(sin.mT, (A.mT - A) / 2, 1),
+        torch.tensordot(cos.mT, (A + A.mT) / 2, 1), torch.tensordot(sin.mT, (A.mT - A) / 2, 1)
     )
 
 

@@ -16,17 +16,12 @@ References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import (
-    Shape,
-    require_number,
-    require_one_of,
-    unit_roundoff,
-)
+from equipoise.core import Shape, require_number, require_one_of, unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
 from equipoise.nn.powers import largest_exponent, powers, refuse_large, totals
@@ -309,7 +304,7 @@ class SR(Parametrization):
     ) -> None:
         super().__init__(geometry, **factory)
         check_steps(t)
-        require_one_of(get_args(Side), side=side)
+        require_one_of(Side, side=side)
         self.t = t
         self.lattices = _lattices(geometry)
         ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])

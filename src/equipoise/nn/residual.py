@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import (
-    Bound,
-    Kind,
-    Refused,
-    Shape,
-    inflate,
-    require_one_of,
-)
+from equipoise.core import Bound, Kind, Refused, Shape, inflate, require_one_of
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, plain_geometry

@@ -17,14 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import (
-    EquipoiseError,
-    InputError,
-    Refused,
-    Shape,
-    one_line,
-    unlogged,
-)
+from equipoise.core import EquipoiseError, InputError, Refused, Shape, one_line, unlogged
 from equipoise.core.files import read_bounded
 from equipoise.onnx import layers, shapes  # noqa: F401 - they fill the table of operators
 from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, input_readers, require_attributes

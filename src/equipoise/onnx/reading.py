@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import (
-    InputError,
-    Refused,
-    Shape,
-    one_line,
-    optional,
-)
+from equipoise.core import InputError, Refused, Shape, one_line, optional
 from equipoise.core.files import open_regular
 
 #: a larger file is not read, nor more than this from the files beside it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -243,7 +243,7 @@ class ActivationDecay(_Watching):
         *,
         form: Form = "jensen",
     ) -> None:
-        require_one_of(get_args(Form), form=form)
+        require_one_of(Form, form=form)
         self.sigma = require_number(sigma, "sigma", least=0)
         self.form = form
         self.name = layer

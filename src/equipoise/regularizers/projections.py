@@ -6,15 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import (
-    Bound,
-    InputError,
-    Kind,
-    Refused,
-    Shape,
-    require_number,
-    require_positive,
-)
+from equipoise.core import Bound, InputError, Kind, Refused, Shape, require_number, require_positive
 from equipoise.norms.induced import induced_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import (

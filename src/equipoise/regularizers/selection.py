@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import (
-    InputError,
-    Shape,
-    evaluating,
-    require_module,
-)
+from equipoise.core import InputError, Shape, evaluating, require_module
 from equipoise.maps.reading import LINEAR_MAPS as LINEAR_MAPS
 from equipoise.maps.reading import TRANSPOSED
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +100,8 @@ class SpectralPenalty:
         grid: int = 16,
         rtol: float = 0.02,
     ) -> None:
-        require_one_of(get_args(PenaltyKind), kind=kind)
-        require_one_of(get_args(BoundName), bound=bound)
+        require_one_of(PenaltyKind, kind=kind)
+        require_one_of(BoundName, bound=bound)
         self.weight = require_number(weight, "weight", least=0)
         self.target = require_number(target, "target", least=0)
         self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)

@@ -100,12 +100,7 @@ def curves(
             for e, v in zip(x, y, strict=True)
         ]
         name = f"attacked: {'network' if a.kind == 'base' else a.kind} ({a.run})"
-        line = {
-            "color": "#7A7A7A",
-            "width": 1.6,
-            "dash": dash,
-            "shape": "hv",
-        }
+        line = {"color": "#7A7A7A", "width": 1.6, "dash": dash, "shape": "hv"}
         traces.append(_trace(name, x, y, texts, line=line, meta="attack"))
     answer = "right" if any(s.results.labelled for s in series) else "any"
     return _figure(

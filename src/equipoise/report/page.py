@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from equipoise.core import InputError, format_down, format_up, percent, round_levels
-from equipoise.core.files import atomic_write
+from equipoise.core.files import atomic_write, plain_json
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
 from equipoise.report.collect import ReportData, as_document
@@ -115,8 +115,7 @@ def in_script(value: Any) -> str:
     >>> in_script({"a": "</script>"})
     '{"a":"\\\\u003c/script\\\\u003e"}'
     """
-    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    text = json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain_json(value), ensure_ascii=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text

@@ -1,15 +1,7 @@
 """Runs over datasets, sampled or proved: one directory each, killed and continued at will."""
 
 from equipoise.runs.attack import AttackSummary, attack_run, predict_run
-from equipoise.runs.jobs import (
-    Job,
-    certify,
-    merge_runs,
-    preflight,
-    prepare,
-    prove,
-    start,
-)
+from equipoise.runs.jobs import Job, certify, merge_runs, preflight, prepare, prove, start
 from equipoise.runs.run import Results, Run, Summary, Violation, open_run
 from equipoise.runs.sources import normalised, portable
 from equipoise.runs.store import AttackRow, Row, Settings, is_run, versions

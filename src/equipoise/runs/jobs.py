@@ -15,13 +15,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core import (
-    InputError,
-    Ints,
-    Refused,
-    one_line,
-    require_counts,
-)
+from equipoise.core import InputError, Ints, Refused, one_line, require_counts
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.sources import Inputs, Item, check_label, portable
@@ -381,11 +375,13 @@ def _fixed_map(job: Job, network: float | None) -> str | None:
         raise InputError(
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
         )
-    n = settings.n
-    sigma = settings.levels.sigma
-    alpha = settings.alpha
     maps = choose_map(
-        np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network
+        np.stack(samples),
+        settings.n,
+        settings.levels.sigma,
+        settings.alpha,
+        procedure=settings.procedure,
+        lipschitz=network,
     )
     return map_text(maps[0])
 

@@ -52,11 +52,7 @@ from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.planning import stored_plan
-from equipoise.smoothing.procedures import (
-    Partition,
-    Procedure,
-    find_procedure,
-)
+from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
 
 STATUSES = ("wrong", "right, not certified", "certified", "abstained", "failed")
@@ -302,10 +298,7 @@ class Run:
         return len(self.rows) >= self.total
 
     def certificates(
-        self,
-        alpha: float | None = None,
-        procedure: str | None = None,
-        lipschitz: Any = None,
+        self, alpha: float | None = None, procedure: str | None = None, lipschitz: Any = None
     ) -> Certificates:
         """Certificates of a sampled run, without a forward pass; failed inputs abstain.
 

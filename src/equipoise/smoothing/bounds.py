@@ -11,12 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import (
-    Floats,
-    InputError,
-    Mask,
-    as_upper,
-)
+from equipoise.core import Floats, InputError, Mask, as_upper
 from equipoise.smoothing.intervals import (
     OneSide,
     betting,
@@ -25,9 +20,7 @@ from equipoise.smoothing.intervals import (
     empirical_bernstein,
     lipschitz_interval,
 )
-from equipoise.smoothing.procedures import (
-    Partition,
-)
+from equipoise.smoothing.procedures import Partition
 from equipoise.smoothing.radii import (
     positive,
     radius_mono,
@@ -214,12 +207,7 @@ class Bounds:
 
 
 def count_bounds(
-    counts: Floats,
-    n: Floats,
-    partition: Partition,
-    noise: Gaussian,
-    top: Floats,
-    rival: Floats,
+    counts: Floats, n: Floats, partition: Partition, noise: Gaussian, top: Floats, rival: Floats
 ) -> Bounds:
     """Clopper–Pearson at risk `top` for the selected class and at `rival` for every other bucket, then `radius_multi`.
 

@@ -44,10 +44,7 @@ from equipoise.smoothing.noise import (
     power_of_two,
 )
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import (
-    DEFAULT,
-    find_procedure,
-)
+from equipoise.smoothing.procedures import DEFAULT, find_procedure
 from equipoise.smoothing.simplex import SimplexMap, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]

@@ -41,9 +41,7 @@ from equipoise.core import (
 )
 from equipoise.smoothing.classifier import SmoothedClassifier
 from equipoise.smoothing.noise import NoiseName, Sigma, Stream, fresh_seed
-from equipoise.smoothing.ramp import (
-    quantile,
-)
+from equipoise.smoothing.ramp import quantile
 
 _EPS = 2.0**-46  # more than the relative error of Φ, over (1 + x²), and of the operations around it
 

@@ -12,15 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from equipoise.core import (
-    POSITIVE,
-    Floats,
-    InputError,
-    Mask,
-    Shape,
-    require_number,
-    require_one_of,
-)
+from equipoise.core import POSITIVE, Floats, InputError, Mask, Shape, require_number, require_one_of
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -137,12 +129,7 @@ def _vote_bounds(sample: Votes, plan: Plan, setting: Setting) -> Bounds:
     noise = setting.noise
     alpha = setting.alpha
     bounds = count_bounds(
-        sample.estimation,
-        sample.draws,
-        plan.partition,
-        noise,
-        alpha * plan.top,
-        alpha * plan.rival,
+        sample.estimation, sample.draws, plan.partition, noise, alpha * plan.top, alpha * plan.rival
     )
     if plan.joint.any():
         bounds = _joint_bounds(sample, plan, setting).where(plan.joint, bounds)

@@ -18,10 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betainc, betaincinv, betaln
 
-from equipoise.core import (
-    Floats,
-    InputError,
-)
+from equipoise.core import Floats, InputError
 
 Side = Literal["lower", "upper", "both"]
 OneSide = Literal["lower", "upper"]

@@ -24,9 +24,7 @@ from scipy.special import betainc, betaincinv, ndtr, ndtri
 
 from equipoise.core import Floats
 from equipoise.smoothing.intervals import clopper_pearson
-from equipoise.smoothing.ramp import (
-    quantile,
-)
+from equipoise.smoothing.ramp import quantile
 
 _SLACK = 1e-9  # relative error allowed to the special functions; far above what was seen
 _CELLS = (28, 40, 28)  # below, around and above the observed share

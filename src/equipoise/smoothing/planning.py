@@ -17,11 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.special import betaincinv, ndtr, ndtri
 
-from equipoise.core import (
-    Floats,
-    InputError,
-    Mask,
-)
+from equipoise.core import Floats, InputError, Mask
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -34,13 +30,7 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, log_e_value
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.procedures import (
-    Build,
-    Option,
-    Partition,
-    Procedure,
-    one_against_rest,
-)
+from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
 from equipoise.smoothing.radii import radius_mono, radius_multi
 
 _QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely values of an unknown share

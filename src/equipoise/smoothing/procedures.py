@@ -11,13 +11,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from equipoise.core import (
-    Floats,
-    InputError,
-    Ints,
-    Mask,
-    Refused,
-)
+from equipoise.core import Floats, InputError, Ints, Mask, Refused
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from equipoise.core import (
-    Floats,
-    InputError,
-    as_upper,
-)
-from equipoise.smoothing.ramp import (
-    quantile,
-    ramp_quantile,
-)
+from equipoise.core import Floats, InputError, as_upper
+from equipoise.smoothing.ramp import quantile, ramp_quantile
 
 _DOWN = 1 - 2.0**-49
 _LARGEST = 1e300  # radii of larger noise may be no floats

@@ -12,10 +12,7 @@ from equipoise.smoothing.derive import Setting, Votes, derive, joined
 from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.noise import Stream
 from equipoise.smoothing.planning import TargetTest
-from equipoise.smoothing.procedures import (
-    DEFAULT,
-    find_procedure,
-)
+from equipoise.smoothing.procedures import DEFAULT, find_procedure
 from equipoise.smoothing.radii import radius_multi
 
 Verdict = Literal["certified", "hopeless", "undecided"]

@@ -184,25 +184,14 @@ class AblatedClassifier:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        kept: int,
-        num_classes: int,
-        *,
-        hidden: float = 0,
-        **sampling: Any,
+        self, model: nn.Module, kept: int, num_classes: int, *, hidden: float = 0, **sampling: Any
     ) -> None:
         self.sampler = _Ablated(model, 1.0, num_classes, **sampling)
         self.sampler.kept = kept
         self.sampler.hidden = require_number(hidden, "hidden")
 
     def certify(
-        self,
-        x: Tensor,
-        n0: int = 100,
-        n: int = 10_000,
-        alpha: float = 1e-3,
-        procedure: str = "cpm",
+        self, x: Tensor, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = "cpm"
     ) -> AblationCertificates:
         """How many entries of each input may be exchanged for anything, each wrong with probability at most alpha.
 

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core import (
-    InputError,
-    one_line,
-    optional,
-)
+from equipoise.core import InputError, one_line, optional
 from equipoise.core.files import resolve
 from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead

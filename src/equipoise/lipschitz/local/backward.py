@@ -131,7 +131,7 @@ def enclose_ball(
         if known is not None and known.get(k, math.inf) < ball.total[k]:
             ball.total[k] = known[k]
             ball.lip[k] = ball.lip[k].clamp_max(known[k])
-        if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
+        if not torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all():
             return None
         if k in read:
             if time.process_time() < deadline:

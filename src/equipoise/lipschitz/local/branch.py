@@ -26,6 +26,7 @@ from equipoise.lipschitz.local.backward import Ball, dual_norm
 from equipoise.lipschitz.local.curves import Hinge
 from equipoise.lipschitz.local.slopes import Relaxation, optimise, relaxed_bounds, usual_slopes
 from equipoise.lipschitz.rounding import Rounding
+from equipoise.lipschitz.rules.registry import shape_of
 
 #: parts of the ball: by name and node, one row for each
 Parts = dict[tuple[str, int], Tensor]
@@ -62,7 +63,7 @@ class Attack:
 
     def _inputs(self, points: Tensor) -> Tensor:
         """Flat points as a batch of inputs."""
-        return points.reshape(-1, *self.program.inputs[0].meta["val"].shape[1:])
+        return points.reshape(-1, *shape_of(self.program.inputs[0])[1:])
 
     def everywhere(self, rows: Tensor, offset: Tensor, steps: int = ATTACK_STEPS) -> Tensor | None:
         """An input of the ball with `rows·f ≤ offset` for all rows, from random points; None where none was met.
@@ -171,7 +172,7 @@ class Branching:
     def decide(self) -> bool | None:
         """Whether the claim holds; None where that stays open. `broken` is an input that breaks it, if it does not."""
         ball = self.attack.ball
-        usual = usual_slopes(ball, len(ball.network.nodes) - 1, len(self.rows))
+        usual = usual_slopes(ball, ball.network.last, len(self.rows))
         usual.shift = {i: torch.zeros_like(t) for i, t in usual.lower.items()}
         parts = _numbers(usual) | {("row", 0): torch.arange(len(self.rows))}
         for s, _ in self._hinges.values():
@@ -211,7 +212,7 @@ class Branching:
     def _open(self, parts: Parts, steps: int, rate: float | None) -> Parts:
         """Bound some parts; those on which nothing is proved, with the neurons that may be split."""
         ball, start = self._ball(parts)
-        last, index = len(ball.network.nodes) - 1, parts["row", 0]
+        last, index = ball.network.last, parts["row", 0]
         rows, offset = self.rows[index], self.offset[index]
         bounds, relaxation = optimise(
             ball, last, rows, start, steps=steps, rate=rate, enough=offset, deadline=self.deadline
@@ -227,7 +228,7 @@ class Branching:
         parts = parts | _numbers(relaxation)
         parts["score", 0], parts["neuron", 0] = torch.cat(scores, 1).topk(CANDIDATES)
         open_ = bounds <= offset
-        if bool(open_.any()):
+        if open_.any():
             starts = self.attack.least(arrived[0][open_])
             claim = rows[open_][:, None], offset[open_][:, None]
             self.broken = self.attack.descend(starts, *claim, PART_STEPS)
@@ -239,7 +240,7 @@ class Branching:
         both = self._split(tried, parts["neuron", 0].flatten(), once=False)
         ball, relaxation = self._ball(both)
         index = both["row", 0]
-        bounds = relaxed_bounds(ball, len(ball.network.nodes) - 1, self.rows[index], relaxation)
+        bounds = relaxed_bounds(ball, ball.network.last, self.rows[index], relaxation)
         left = (bounds - self.offset[index]).clamp_max(0).reshape(2, -1, CANDIDATES).sum(0)
         best = left.masked_fill(parts["score", 0] == 0, -math.inf).argmax(1, keepdim=True)
         return parts["neuron", 0].gather(1, best)[:, 0]

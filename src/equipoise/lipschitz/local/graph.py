@@ -18,7 +18,7 @@ from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.operations import Copy, Largest
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.rules.registry import per_axis
+from equipoise.lipschitz.rules.registry import per_axis, shape_of
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
@@ -115,6 +115,11 @@ class Network:
         return {k: node for k, node in enumerate(self.nodes) if isinstance(node, Activation)}
 
     @property
+    def last(self) -> int:
+        """Index of the output."""
+        return len(self.nodes) - 1
+
+    @property
     def widest(self) -> int:
         """Entries of the largest node."""
         return max(self.sizes)
@@ -171,7 +176,7 @@ def read_network(run: Propagation, cache: Cache) -> Network:
         raise Unsupported("the network has several inputs or outputs")
     builder = _Builder()
     source = program.inputs[0]
-    builder.index[source] = builder.add(None, tuple(source.meta["val"].shape))
+    builder.index[source] = builder.add(None, shape_of(source))
 
     # an activation may be several nodes, of which one rule reads the first and answers for the last
     needed = set(program.outputs)
@@ -239,7 +244,7 @@ def _curve(call: Call, curve: Pointwise, label: str) -> Curve:
         left, right = (
             t if t.numel() == 1 else torch.broadcast_to(t, call.shape) for t in curve.hinge
         )
-        if bool((left <= right).all()):
+        if (left <= right).all():
             return Hinge(left.reshape(-1), right.reshape(-1))
     own = curve.function
     if own is None:

@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import deflate, inflate
-from equipoise.lipschitz.local.backward import (
-    Ball,
-    Norm,
-    enclose_ball,
-    lower_bounds,
-    slope_ranges,
-)
+from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.multipliers import (
     Reduced,
@@ -106,10 +100,10 @@ class Case:
             if self.norm == "l2" and not self.refines:
                 plain = enclose_ball(self.network, self.x, radius, bounds=())
                 bounds = self._optimised(plain, enough)
-            if not bool((bounds > enough).all()):
+            if not (bounds > enough).all():
                 bounds = torch.maximum(bounds, self._optimised(self.ball(radius), enough))
                 self.refines = bool((bounds > enough).all())
-            if not bool((bounds > enough).all()):
+            if not (bounds > enough).all():
                 self.failed = min(self.failed, radius)
             self.bounds[radius] = bounds
         return self.bounds[radius]
@@ -119,7 +113,7 @@ class Case:
             return torch.full_like(self.margins, -math.inf)
         bounds, self.relaxation = optimise(
             ball,
-            len(self.network.nodes) - 1,
+            self.network.last,
             self.rows,
             self.relaxation,
             steps=STEPS if self.relaxation is None else WARM_STEPS,

@@ -16,7 +16,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -111,7 +111,7 @@ def local_lipschitz(
     """
     x = as_batch(x)
     require_positive(radius=radius, rtol=rtol)
-    require_one_of(get_args(Effort), effort=effort)
+    require_one_of(Effort, effort=effort)
     if seconds is not None:
         require_positive(seconds=seconds)
 
@@ -128,10 +128,10 @@ def local_lipschitz(
             [engine.upper(sample[None], radius) for sample in x], dtype=torch.float64
         )
     lower, note = torch.zeros_like(upper), ""
-    if steps > 0 and bool((upper > 0).any()):
+    if steps > 0 and (upper > 0).any():
         values = Rounding(run, cache).evaluate
         lower, note = lower_ends(as_function(program), values, x, radius, steps, seed)
-    if bool((lower > upper).any()):
+    if (lower > upper).any():
         raise AssertionError(
             "an attack exceeded the certified bound: this is a bug of equipoise, please report it"
         )
@@ -252,7 +252,7 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
         source = network.activations[i].source
         middle, width = slopes[i]
         moving = width > 0
-        if bool(moving.any()):
+        if moving.any():
             G = A[:, moving] * width[moving]
             together = _norm(G) * ball.total[source]
             apart = float(frobenius(G, (0,)) @ ball.lip[source][moving]) * (1 + 1e-9)
@@ -262,7 +262,7 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
     rows = torch.eye(network.sizes[-1], dtype=torch.float64)
     J, _, error = walk(
         network,
-        len(network.nodes) - 1,
+        network.last,
         rows,
         through,
         difference_spread(ball, slopes),
@@ -274,9 +274,9 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
 
 def _norm(G: Tensor) -> float:
     """Upper bound of the spectral norm; infinite beyond the floats."""
-    if not bool(torch.isfinite(G).all()):
+    if not torch.isfinite(G).all():
         return math.inf
-    return float(spectral_norm(G, rtol=1e-6).upper) if bool(G.any()) else 0.0
+    return float(spectral_norm(G, rtol=1e-6).upper) if G.any() else 0.0
 
 
 def whole_bound(run: Propagation, cache: Cache, chain: ChainMethod = "auto") -> float:

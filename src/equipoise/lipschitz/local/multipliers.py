@@ -108,7 +108,7 @@ def reduced_maps(ball: Ball, slopes: Slopes, outputs: Tensor) -> Reduced:
         source = network.activations[k].source
         for first, part in enumerate(i.split(chunk) if len(i) else ()):
             fill(starts[k] + first * chunk, source, one_hot(part, network.sizes[source]).double())
-    fill(n, len(network.nodes) - 1, outputs.double())
+    fill(n, network.last, outputs.double())
     return Reduced(C, D, slack, tuple(len(i) for i in index.values()))
 
 
@@ -163,11 +163,7 @@ class _Problem:
         M = -(A @ A.mT) - self.K * (root[:, None] * root)
         M.diagonal().add_(1)
         factor, info = torch.linalg.cholesky_ex(M)
-        return (
-            None
-            if int(info) or not bool(torch.isfinite(factor).all())
-            else _Point(theta, factor, A)
-        )
+        return None if int(info) or not torch.isfinite(factor).all() else _Point(theta, factor, A)
 
 
 def best_multipliers(
@@ -214,7 +210,7 @@ def _cold(problem: _Problem) -> _Point | None:
         d = d.clamp_min(float(d.max()) * 1e-6 + 1e-290) if at <= n else torch.ones_like(d)
         root = d.rsqrt()
         scaled = E * (root[:, None] * root)
-        if not bool(torch.isfinite(scaled).all()):
+        if not torch.isfinite(scaled).all():
             return None
         s[i] = 1.1 * layers * torch.linalg.eigvalsh(scaled)[-1].clamp_min(1e-290) * d
     return problem.at(s[: n + 1])
@@ -319,7 +315,7 @@ def constant_by(maps: Reduced, s: Tensor) -> float:
     factor, info = torch.linalg.cholesky_ex(torch.diag(s) - E[:n, :n])
     Y = torch.linalg.solve_triangular(factor, E[:n, n:], upper=False)
     E = E[n:, n:] + Y.mT @ Y
-    if int(info) or not bool(torch.isfinite(E).all()):
+    if int(info) or not torch.isfinite(E).all():
         return math.inf
     least = max(float(torch.linalg.eigvalsh(E)[-1]), 0.0)
     floor = _NOISE * float(torch.linalg.vector_norm(maps.slack[n:])) + 1e-290

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from equipoise.core import (
     InputError,
     Refused,
+    Shape,
     deflate,
     float64,
     inflate,
@@ -45,6 +46,7 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
 from equipoise.lipschitz.rounding import Rounding
+from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
@@ -219,12 +221,12 @@ class Certifier:
             rtol: relative gap asked of every operator norm.
             deployed: `"float32"`: also radii of the network evaluated in float32.
         """
-        require_one_of(get_args(Norm), norm=norm)
-        require_one_of(get_args(Effort), effort=effort)
+        require_one_of(Norm, norm=norm)
+        require_one_of(Effort, effort=effort)
         if deployed is not None:
-            require_one_of(get_args(Deployed), deployed=deployed)
+            require_one_of(Deployed, deployed=deployed)
         program = capture(model, example)
-        shapes = [tuple(o.meta["val"].shape) for o in program.outputs]
+        shapes = list(map(shape_of, program.outputs))
         if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][1] < 2:
             raise InputError(
                 f"a classifier has one output (batch, classes ≥ 2), this model's output has shape {shapes}"
@@ -260,7 +262,7 @@ class Certifier:
         if "pairs" not in self.constants:
             self._say("no constants by pairs: the network does not end in a linear layer")
 
-        d = self.run.program.inputs[0].meta["val"].numel()
+        d = math.prod(self.shape)
         factors = {
             "l2": {"linf": 1.0, "l1": math.sqrt(d) * (1 + 2.0**-50)},
             "linf": {"linf": 1.0, "l1": float(d)},
@@ -274,6 +276,11 @@ class Certifier:
                     self._say(f"no product bound in {order}: {reason}")
 
     @property
+    def shape(self) -> Shape:
+        """The shape of a batch of one input."""
+        return shape_of(self.run.program.inputs[0])
+
+    @property
     def output(self) -> fx.Node:
         """The node of the logits."""
         return self.run.program.outputs[0]
@@ -281,8 +288,8 @@ class Certifier:
     @property
     def root(self) -> float:
         """`‖δ‖₂` is at most this many times the norm of the ball."""
-        d = self.run.program.inputs[0].meta["val"].numel()
-        return math.sqrt(d) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+        exact = self.norm != "linf"
+        return 1.0 if exact else math.sqrt(math.prod(self.shape)) * (1 + 2.0**-50)
 
     def _in_l2(self, logs: Mapping[fx.Node, float]) -> dict[str, Tensor]:
         """Constants of all pairs of classes from bounds of the nodes in ℓ2, given as logarithms."""
@@ -349,7 +356,7 @@ class Certifier:
             require_positive(epsilon=epsilon)
         elif complete:
             raise InputError("complete=True decides about one radius: give epsilon")
-        expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
+        expected = self.shape[1:]
         if tuple(x.shape[1:]) != expected:
             raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
         y = None if labels is None else require_labels(labels, len(x), self.classes).cpu()
@@ -541,7 +548,7 @@ class Certifier:
     def _branching(self, case: Case, epsilon: float) -> Branching | None:
         """The search on one ball, for the rivals that the relaxation leaves open."""
         open_ = case.relaxed(epsilon) <= 0
-        ball = case.ball(epsilon) if bool(open_.any()) else None
+        ball = case.ball(epsilon) if open_.any() else None
         if ball is None:
             return None
         attack, rows = Attack(ball, self.rounding, case.x.dtype), case.rows[open_]

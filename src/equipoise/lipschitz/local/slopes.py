@@ -215,7 +215,7 @@ def optimise(
         rate = rate or (RATE if relaxation.log_penalty else LINES_RATE)
         optimizer = torch.optim.Adam(parameters, lr=rate)
         for _ in range(steps):
-            if bool((best > enough).all()) or time.process_time() > deadline:
+            if (best > enough).all() or time.process_time() > deadline:
                 break
             bounds = relaxed_bounds(ball, k, rows, relaxation)
             best = torch.maximum(best, bounds.detach())

@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
-from equipoise.core import (
-    Bracket,
-    Shape,
-    float64,
-    frobenius,
-    inflate,
-    proving,
-)
+from equipoise.core import Bracket, Shape, float64, frobenius, inflate, proving
 from equipoise.lipschitz.operations import Map, Opaque, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.products import (
     branch_matmul,
@@ -64,15 +58,10 @@ def matrix_step(
     row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
-    map = Opaque() if vector else Weighted(weight, bias, _multiply, form, rows=-1)
+    map = Opaque() if vector else Weighted(weight, bias, functional.linear, form, rows=-1)
     return Step(
         ((x, top),), label, bracket=bracket, offset=norm_of(shift), row=row, peak=peak, map=map
     )
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch.nn.functional.linear(x, weight)
-    return product if bias is None else product + bias
 
 
 @rule("aten.linear.default")

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core import (
-    Bracket,
-    Shape,
-    inflate,
-    proving,
-)
+from equipoise.core import Bracket, Shape, inflate, proving
 from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
     Call,

@@ -6,10 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.core import (
-    InputError,
-    Shape,
-)
+from equipoise.core import InputError, Shape
 from equipoise.nn.models.lipschitz import (
     bronet,
     lipschitz_cnn,

@@ -191,10 +191,7 @@ def liresnet(
     require_one_of(("residual", "bro"), block=block)
     share = rank if block == "bro" else None
     features = channels * (height // 4) * (width // 4)
-    layers = [
-        rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2),
-        MaxMin(),
-    ]
+    layers = [rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
     for _ in range(depth):
         layers += [_residual(channels, share, 3), MaxMin()]
     layers += [rescalings.SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]

@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from equipoise.core import InputError
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.orthogonal.frame import Size
-from equipoise.nn.orthogonal.frequency import (
-    FrequencyConv2d,
-    capped,
-    contracted,
-    symbol,
-)
+from equipoise.nn.orthogonal.frequency import FrequencyConv2d, capped, contracted, symbol
 from equipoise.nn.orthogonal.polar import or_one, project_to_contraction
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 

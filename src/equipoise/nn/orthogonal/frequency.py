@@ -14,13 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from equipoise.core import (
-    Bound,
-    Kind,
-    Shape,
-    gamma,
-    unit_roundoff,
-)
+from equipoise.core import Bound, Kind, Shape, gamma, unit_roundoff
 from equipoise.nn.orthogonal.frame import FramedConv2d, Size
 from equipoise.nn.orthogonal.polar import or_one
 

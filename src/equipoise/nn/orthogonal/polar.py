@@ -46,11 +46,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equipoise.core import (
-    Shape,
-    require_counts,
-    unit_roundoff,
-)
+from equipoise.core import Shape, require_counts, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 

@@ -24,15 +24,7 @@ from scipy.special import jv
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import (
-    POSITIVE,
-    Bound,
-    Kind,
-    Refused,
-    Shape,
-    full_precision,
-    require_number,
-)
+from equipoise.core import POSITIVE, Bound, Kind, Refused, Shape, full_precision, require_number
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
 from equipoise.nn.orthogonal.polar import last_step, or_one
