@@ -415,7 +415,7 @@ def test_binomial_tails_and_quantiles_against_many_digits():
     with localcontext() as context:
         mpmath.mp.dps = context.prec = 60
         for n, k, p in ((50, 3, 0.5), (50, 49, 0.1), (2000, 1500, 0.7), (2000, 10, 0.9), (100, 100, 1e-5)):
-            low, high = check_smoothing.binomial_tail(n, k, Decimal(p))
+            low, high = check_smoothing.binomial_tail(n, k, Decimal(p), 1 - Decimal(p))
             truth = mpmath.betainc(k, n - k + 1, 0, mpmath.mpf(p), regularized=True)
             assert mpmath.mpf(str(low)) <= truth <= mpmath.mpf(str(high)) * (1 + mpmath.mpf(10) ** -50)
             assert high <= low * (1 + Decimal("1e-25"))
@@ -425,6 +425,9 @@ def test_binomial_tails_and_quantiles_against_many_digits():
             for p in (low, 1 - high):
                 bound = check_smoothing.quantile(p, 1 - p if p > 0.001 else Decimal(1))
                 assert mpmath.ncdf(mpmath.mpf(str(bound))) <= mpmath.mpf(str(p))
+        rare = Decimal("3.6e-60")  # as a difference from 1 it would be 4e-60
+        bound = check_smoothing.score(100, 99, 1 - rare, rare)
+        assert mpmath.ncdf(mpmath.mpf(str(bound))) <= 4950 * mpmath.mpf(str(rare)) ** 2
 
 
 def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones(tmp_path):

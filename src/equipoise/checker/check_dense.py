@@ -64,6 +64,8 @@ class Ball:
     """
 
     def __init__(self, layers, x, radius):
+        neurons = sum(len(bias) for _, bias in layers)
+        require(neurons * (neurons + len(x)) <= 2**25, "too many neurons for local certificates")
         self.layers = layers
         self.x = x
         self.radius = radius
@@ -184,7 +186,7 @@ class Ball:
         kept = np.concatenate([switching, np.full(len(margins), True)])
         return C[kept], D[kept][:, switching], slack[kept], switching
 
-    def check(self, label, multipliers):
+    def check(self, label, multipliers, spend=None):
         """Prove that the label wins on the whole ball."""
         margins = self.open_margins(label)
         if not len(margins):
@@ -198,17 +200,31 @@ class Ball:
         scale = np.concatenate([sigma, np.full(len(margins), L)])
         R = np.concatenate([C, D * sigma], axis=1) / scale[:, None]
         error = norm((slack / scale)[:, None]) + 16 * U * norm(R.reshape(-1, 1))
-        check_norm(R, float(1 - error[0] * WIDER))
+        check_norm(R, float(1 - error[0] * WIDER), spend=spend)
+
+
+def ball_cost(layers):
+    """Multiplications that push rows of every layer back: twice for their ranges, once for differences."""
+    cost = STEP * len(layers) ** 2
+    below = 0
+    for weight, bias in layers:
+        below += weight.size + 128 * weight.shape[1]
+        cost += 3 * len(bias) * below
+    return cost
 
 
 def check_local(network, inputs, claim):
     """Prove the claimed radii one by one; radius 0 claims nothing."""
     x, labels, radii, sentences = read_inputs(network, inputs, claim)
     layers = dense_layers(network)
-    for index in np.flatnonzero(radii):
+    chosen = np.flatnonzero(radii)
+    multipliers = inputs["multipliers"]
+    network.spend(len(chosen) * ball_cost(layers), x.nbytes + multipliers.nbytes)
+    for index in chosen:
         image = x[index].astype(np.float64).ravel() / integer(claim["divisor"])
         try:
-            Ball(layers, image, radii[index]).check(labels[index], inputs["multipliers"][index])
+            ball = Ball(layers, image, radii[index])
+            ball.check(labels[index], multipliers[index], network.spend)
         except Rejected as error:
             raise Rejected(
                 f"input {index}: the radius {radii[index]} is not proved: {error}"
@@ -267,6 +283,8 @@ def check_exact(folder):
     constant = Fraction(1)
     norms = [float(node["upper"]) for node in network.nodes if node["op"] == "linear"]
     for (weight, bias), s in zip(dense_layers(network), norms):
+        # products of integers take longer, and the longer the deeper the network
+        network.spend(2**10 * min(weight.shape) ** 2 * sum(weight.shape))
         check_norm_exactly(weight, unit, s)
         trunk = constant
         constant *= Fraction(s)
@@ -277,6 +295,8 @@ def check_exact(folder):
     x, labels, radii, sentences = read_inputs(network, inputs, claims["radii"])
     divisor = integer(claims["radii"]["divisor"])
     rows = layers[-1][0]
+    size = sum(weight.size for weight, _ in layers)
+    network.spend(2**7 * len(x) * len(layers) * size, x.nbytes)
     require(((labels >= 0) & (labels < len(rows))).all(), "a label is not one of the classes")
     for index in np.flatnonzero(radii):
         # the values are integers over a denominator
