@@ -12,7 +12,6 @@ procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise
 """
 
 import itertools
-import math
 from decimal import MIN_EMIN, Decimal, localcontext
 from functools import lru_cache
 from statistics import NormalDist
