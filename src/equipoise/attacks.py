@@ -18,13 +18,13 @@ from equipoise.core import (
     InputError,
     describe,
     fresh_strides,
+    guarded,
     per_sample,
     require_images,
     require_labels,
     require_one_of,
     require_type,
 )
-from equipoise.core.files import guarded
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.simplex import apply_map
 

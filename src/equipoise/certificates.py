@@ -23,6 +23,7 @@ from equipoise.core import InputError, Refused, evaluating
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
+from equipoise.lipschitz.rules.registry import bind
 from equipoise.nn.convert import with_effective_weights
 from equipoise.norms import spectral_norm
 from equipoise.smoothing.bounds import Gaussian
@@ -260,25 +261,36 @@ def _local(
         for radius in wanted[index] * np.array(_SHRINKING):
             if radius <= proved[index]:
                 break
-            try:
-                ball = check_dense.Ball(layers, image, radius)
-                margins = ball.open_margins(labels[index])
-                if len(margins):
-                    C, D, slack, switching = ball.maps(margins)
-                    parts = np.split(switching, np.cumsum(neurons)[:-1])
-                    counts = tuple(int(part.sum()) for part in parts)
-                    tensors = [torch.from_numpy(part) for part in (C, D, slack)]
-                    maps = Reduced(tensors[0], tensors[1], tensors[2], counts)
-                    solution = best_multipliers(maps, enough=0.999 / radius)
-                    if solution is None:
-                        continue
-                    multipliers[index, switching] = solution.s.numpy()
-                ball.check(labels[index], multipliers[index])
-            except checker.Rejected:
-                continue
-            radii[index] = radius * _MARGIN
-            break
+            proof = _local_proof(layers, image, labels[index], radius, neurons)
+            if proof is not None:
+                radii[index] = radius * _MARGIN
+                multipliers[index] = proof
+                break
     return radii, multipliers
+
+
+def _local_proof(
+    layers: Any, image: np.ndarray, label: int, radius: float, neurons: list[int]
+) -> np.ndarray | None:
+    """Multipliers with which the checker proves the radius; None where none were found."""
+    multipliers = np.ones(sum(neurons))
+    try:
+        ball = check_dense.Ball(layers, image, radius)
+        margins = ball.open_margins(label)
+        if len(margins):
+            C, D, slack, switching = ball.maps(margins)
+            parts = np.split(switching, np.cumsum(neurons)[:-1])
+            counts = tuple(int(part.sum()) for part in parts)
+            C, D, slack = map(torch.from_numpy, (C, D, slack))
+            maps = Reduced(C, D, slack, counts)
+            solution = best_multipliers(maps, enough=0.999 / radius)
+            if solution is None:
+                return None
+            multipliers[switching] = solution.s.numpy()
+        ball.check(label, multipliers)
+    except checker.Rejected:
+        return None
+    return multipliers
 
 
 # --- the network as a list of plain operations -------------------------------------------------------------------------
@@ -354,7 +366,7 @@ class _Writer:
             if source in self.names:
                 self.names[node] = self.names[source]
         elif name in _TRANSLATIONS:
-            _TRANSLATIONS[name](self, node, _arguments(node))
+            _TRANSLATIONS[name](self, node, bind(node, lambda value: value))
         elif name not in _PARTS:
             raise Refused(
                 f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
@@ -456,13 +468,6 @@ def _name(node: Any) -> str:
     target = getattr(node, "target", None)
     name = getattr(getattr(target, "overloadpacket", target), "__name__", "")
     return re.sub(r"(_|[123]d)$", "", str(name))
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operation by name, with their defaults."""
-    schema = getattr(node.target, "_schema", None)
-    values = {part.name: part.default_value for part in getattr(schema, "arguments", ())}
-    return {**values, **dict(zip(values, node.args, strict=False)), **node.kwargs}
 
 
 def _double(tensor: Tensor) -> np.ndarray:

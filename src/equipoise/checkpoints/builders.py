@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from equipoise.core import InputError, Refused, flat_tensors
-from equipoise.core.files import guarded
+from equipoise.core import InputError, Refused, flat_tensors, guarded
 
 Builder = Callable[..., nn.Module]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import Budget, check_arguments
-from equipoise.core import InputError, Refused, Shape, optional, unlogged
-from equipoise.core.files import guarded, open_weights
+from equipoise.core import InputError, Refused, Shape, guarded, optional, unlogged
+from equipoise.core.files import open_weights
 
 #: the image classifiers that are built, by their model type, as transformers begins the names of their classes
 _FAMILIES = {

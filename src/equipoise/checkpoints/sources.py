@@ -10,8 +10,8 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import read_program
-from equipoise.core import InputError, Refused, Shape
-from equipoise.core.files import guarded, read_json, resolve
+from equipoise.core import InputError, Refused, Shape, guarded
+from equipoise.core.files import read_json, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 

@@ -164,7 +164,8 @@ def _substitutions(model: str, weights: str | None, tokens: Path, json: bool) ->
     import torch
 
     from equipoise.checkpoints import load_model
-    from equipoise.core.files import guarded, open_regular
+    from equipoise.core import guarded
+    from equipoise.core.files import open_regular
     from equipoise.lipschitz import proved_substitutions
 
     sequences = guarded(

@@ -36,7 +36,7 @@ def curvature(
     from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
-    from equipoise.core.files import guarded
+    from equipoise.core import guarded
     from equipoise.curvature import LossHessian, sharpness, spectral_density, top_eigenvalue, trace
     from equipoise.data import load_dataset
 

@@ -7,7 +7,7 @@ escapes is a bug of ours and keeps its traceback.
 import difflib
 import importlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,23 @@ def one_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 letters of it, or its type where it says nothing."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= 300 else f"{line[:300]} …"
+
+
+def guarded(work: Callable[[], Any], what: str) -> Any:
+    """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence.
+
+    Args:
+        work: the user's code.
+        what: its name, for the message.
+    """
+    try:
+        return work()
+    except EquipoiseError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}"
+        ) from error
 
 
 def optional(module: str, extra: str) -> Any:

@@ -18,7 +18,7 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, did_you_mean, one_line
+from equipoise.core.errors import (
+    EquipoiseError,
+    InputError,
+    Refused,
+    did_you_mean,
+    guarded,
+    one_line,
+)
 
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
@@ -404,20 +411,3 @@ def resolve(spec: str) -> Any:
             raise InputError(f"{module!r} has no {attribute!r}{did_you_mean(part, names)}")
         target = getattr(target, part)
     return target
-
-
-def guarded(work: Callable[[], Any], what: str) -> Any:
-    """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence.
-
-    Args:
-        work: the user's code.
-        what: its name, for the message.
-    """
-    try:
-        return work()
-    except EquipoiseError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}"
-        ) from error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from equipoise.core.bounds import Bound, Shape, as_upper
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.errors import Refused, guarded
 
 Measured = Callable[[Any, Shape], Bound]
 
@@ -150,15 +150,8 @@ def run_on(model: nn.Module, examples: Sequence[Tensor]) -> Any:
         model: the network.
         examples: its inputs.
     """
-    try:
-        with torch.no_grad():
-            return model(*examples)
-    except EquipoiseError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"the model does not run on example_input: {type(error).__name__}: {one_line(error)}"
-        ) from error
+    with torch.no_grad():
+        return guarded(lambda: model(*examples), "the model on example_input")
 
 
 def flat_tensors(value: Any) -> list[Tensor]:

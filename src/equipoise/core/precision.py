@@ -9,7 +9,7 @@ smallest normal number (which also covers hardware that flushes subnormals to ze
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -210,6 +210,20 @@ def row_lengths(x: Tensor) -> Tensor:
     )
 
 
+def root(n: int, rounded: Callable[[float], float] = inflate) -> float:
+    """√n, exact for squares, else rounded up.
+
+    Args:
+        n: a whole number.
+        rounded: `deflate` rounds down.
+
+    >>> root(4), root(9), root(2) ** 2 > 2
+    (2.0, 3.0, True)
+    """
+    whole = math.isqrt(n)
+    return float(whole) if whole * whole == n else rounded(math.sqrt(n))
+
+
 def safe_root(square: Tensor) -> Tensor:
     """`√s` for s ≥ 0, with the derivative 0 at 0, where that of the root is infinite."""
     positive = square > 0
@@ -224,15 +238,15 @@ def full_precision() -> Iterator[None]:
     The previous settings are restored on exit. Every function that returns a guarantee runs under it.
     """
     with contextlib.ExitStack() as stack:
-        if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
-        for owner, name, value in _switches():
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        backends: Any = torch.backends
+        for owner in (
+            backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv,
+        ):  # fmt: skip
+            stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
+            owner.fp32_precision = "ieee"
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
-        if _flushes_subnormals():
+        if float64(2.0**-1060) * 1.0 == 0:  # subnormal numbers are flushed
             torch.set_flush_denormal(False)
             stack.callback(torch.set_flush_denormal, True)
         yield
@@ -243,21 +257,3 @@ def proving() -> Iterator[None]:
     """Full precision without gradients: what proofs run under."""
     with torch.no_grad(), full_precision():
         yield
-
-
-def _flushes_subnormals() -> bool:
-    return float(float64(2.0**-1060) * 1.0) == 0.0
-
-
-def _switches() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, full-precision value) of every switch that lowers float32 products, old API or new."""
-    backends: Any = torch.backends
-    if hasattr(backends.cuda.matmul, "fp32_precision"):
-        owners = [
-            backends.cuda.matmul,
-            backends.cudnn.conv,
-            backends.mkldnn.matmul,
-            backends.mkldnn.conv,
-        ]
-        return [(owner, "fp32_precision", "ieee") for owner in owners]
-    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, Ints, Shape, fresh_strides, one_line
-from equipoise.core.files import Digest, guarded
+from equipoise.core import InputError, Ints, Shape, fresh_strides, guarded, one_line
+from equipoise.core.files import Digest
 
 Array = NDArray[Any]
 Names = tuple[str, str]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import InputError, Ints, did_you_mean, one_line, optional
-from equipoise.core.files import SPEC, guarded, open_regular, resolve
+from equipoise.core import InputError, Ints, did_you_mean, guarded, one_line, optional
+from equipoise.core.files import SPEC, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,
     LABELS,

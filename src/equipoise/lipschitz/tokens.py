@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from equipoise.core import InputError, Shape
+from equipoise.core import InputError, Shape, root
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.induced import gain_of
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation, combined
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.rules.registry import root, shape_of
+from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.rules.shapes import places_of
 from equipoise.maps.linear import Matrix
 from equipoise.maps.pointwise import Pointwise

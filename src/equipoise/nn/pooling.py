@@ -1,29 +1,17 @@
 """Down- and upsampling of norm at most 1: pooling without overlap, rearrangements of pixels, channels of zeros."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
-from equipoise.core import InputError, Refused, by_construction, deflate, inflate
+from equipoise.core import InputError, Refused, by_construction, deflate, root
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described
 
 Sizes = int | tuple[int, int]
-
-
-def whole_root(n: int, rounded: Callable[[float], float]) -> float:
-    """`√n`, exact where it is a whole number, else rounded.
-
-    Args:
-        n: a whole number.
-        rounded: `inflate` or `deflate`.
-    """
-    root = math.isqrt(n)
-    return float(root) if root * root == n else rounded(math.sqrt(n))
 
 
 class _Windows(Described):
@@ -49,7 +37,7 @@ class _Windows(Described):
 
     def _constant(self) -> float:
         """`√` of the number of windows that a pixel reaches."""
-        return whole_root(self._reached(), inflate)
+        return root(self._reached())
 
 
 class MaxPool2d(_Windows):
@@ -101,7 +89,7 @@ class ScaledAvgPool2d(_Windows):
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
         pooled = functional.avg_pool2d(x, self.kernel_size, self.stride)
-        return pooled * whole_root(math.prod(_pair(self.kernel_size)), deflate)
+        return pooled * root(math.prod(_pair(self.kernel_size)), deflate)
 
 
 class L2NormPool2d(_Windows):
@@ -134,7 +122,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
-        return x.mean((2, 3)) * whole_root(x.shape[2] * x.shape[3], deflate)
+        return x.mean((2, 3)) * root(x.shape[2] * x.shape[3], deflate)
 
 
 class SpaceToDepth(nn.PixelUnshuffle):

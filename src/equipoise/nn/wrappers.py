@@ -18,11 +18,11 @@ from equipoise.core import (
     require_module,
     require_number,
     require_positive,
+    root,
 )
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described, steepness
 from equipoise.nn.parametrize import PLAIN, proved_constant, sole_parametrization
-from equipoise.nn.pooling import whole_root
 
 _ISOMETRIES = (
     nn.Identity,
@@ -107,7 +107,7 @@ def overlap(pool: Any) -> float:
         integers(getattr(pool, name), dims, name) for name in ("kernel_size", "stride", "dilation")
     )
     windows = math.prod(-(-a * math.gcd(b, c) // b) for a, b, c in zip(k, s, d, strict=True))
-    return whole_root(windows, inflate)
+    return root(windows)
 
 
 class Lipschitz(Described):

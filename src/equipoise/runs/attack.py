@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.attacks import misclassified, pgd, smooth_pgd
-from equipoise.core import EquipoiseError, InputError, Refused, format_down, require_number
-from equipoise.core.files import guarded
+from equipoise.core import EquipoiseError, InputError, Refused, format_down, guarded, require_number
 from equipoise.runs.jobs import Job, prepare, usable_device
 from equipoise.runs.run import Run, Violation, as_levels, open_run
 from equipoise.runs.sources import InputId, Inputs, Item, Selection, portable

@@ -278,21 +278,19 @@ def start(
         progress: called after every input with (row, done, total).
     """
     folder = make_folder(Path(run_dir))
-    with locked(folder):
-        manifest = _open(job, folder)
-        with Store(folder, manifest, writable=True) as store:
-            done = {row.id for row in store.rows() if row.failure is None}
-            waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
-            if waiting:
-                items = (
-                    job.inputs.attempt(position, manifest.settings.num_classes)
-                    for position in waiting
-                )
-                with contextlib.closing(_rows(job, manifest, items, workers, address)) as rows:
-                    for count, row in enumerate(rows, len(done) + 1):
-                        store.put([row])  # one transaction each
-                        if progress is not None:
-                            progress(row, count, manifest.total)
+    with locked(folder), Store(folder, _open(job, folder), writable=True) as store:
+        manifest = store.manifest
+        classes = manifest.settings.num_classes
+        done = {row.id for row in store.rows() if row.failure is None}
+        waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+        if not waiting:
+            return open_run(folder)
+        items = (job.inputs.attempt(position, classes) for position in waiting)
+        with contextlib.closing(_rows(job, manifest, items, workers, address)) as rows:
+            for count, row in enumerate(rows, len(done) + 1):
+                store.put([row])  # one transaction each
+                if progress is not None:
+                    progress(row, count, manifest.total)
     return open_run(folder)
 
 

@@ -29,9 +29,10 @@ from equipoise.core import (
     Refused,
     Shape,
     fresh_strides,
+    guarded,
     require_eval,
 )
-from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes, guarded
+from equipoise.core.files import Count, Digest, Document, PositiveCount, digest_bytes
 from equipoise.data.dataset import UNKNOWN, pair_of
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork

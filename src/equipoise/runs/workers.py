@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import EquipoiseError, InputError, Ints, Refused, one_line, optional
-from equipoise.core.files import guarded
+from equipoise.core import EquipoiseError, InputError, Ints, Refused, guarded, one_line, optional
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.sources import Batched, Item, Portable, hash_module
 from equipoise.runs.store import Manifest, Row, Settings, SoftVotes, versions

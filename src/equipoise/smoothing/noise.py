@@ -253,9 +253,9 @@ def _threshold(k: int, sigma: float, cells: float) -> int:
     import mpmath  # slow to load, and not needed for float noise
 
     with mpmath.workdps(80):
-        z = (mpmath.mpf(k) + mpmath.mpf(1) / 2) / (mpmath.mpf(cells) * mpmath.mpf(sigma))
-        scaled = mpmath.erfc(z / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** 64
-        if abs(scaled - mpmath.nint(scaled)) < mpmath.mpf(10) ** -50:
+        z = (k + 0.5) / (mpmath.mpf(cells) * sigma)
+        scaled = mpmath.erfc(z / mpmath.sqrt(2)) * 2**63
+        if abs(scaled - mpmath.nint(scaled)) < 1e-50:
             raise InputError(
                 f"the distribution function at {k} cannot be rounded safely (σ = {sigma!r}, {cells} points per unit)"
             )

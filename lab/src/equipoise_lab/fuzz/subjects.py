@@ -18,8 +18,9 @@ from torch import nn
 
 from equipoise.checkpoints import load_model, save_checkpoint
 from equipoise.cli.norm import weight_rows
+from equipoise.core import guarded
 from equipoise.core.errors import EquipoiseError
-from equipoise.core.files import Digest, digest_document, guarded
+from equipoise.core.files import Digest, digest_document
 from equipoise.data import load_dataset
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.smoothing import read_log
@@ -55,13 +56,7 @@ def _answer(source: str) -> str:
 def make_checkpoint(folder: Path) -> None:
     """A checkpoint directory."""
     arguments = {"in_features": 3, "widths": [4], "num_classes": 3}
-    save_checkpoint(
-        folder / "net",
-        _network(),
-        "equipoise.nn.models:mlp",
-        arguments,
-        (3,),
-    )
+    save_checkpoint(folder / "net", _network(), "equipoise.nn.models:mlp", arguments, (3,))
 
 
 def make_program(folder: Path) -> None:

@@ -7,18 +7,10 @@ read constants as real.
 import math
 from typing import Any
 
-from equipoise.core import inflate
+from equipoise.core import inflate, root
 from equipoise.lipschitz.rules import shapes
 from equipoise.lipschitz.rules.affine import by_matrices
-from equipoise.lipschitz.rules.registry import (
-    Call,
-    Signal,
-    Step,
-    complex_rule,
-    copies,
-    largest,
-    root,
-)
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest
 
 
 def _transform(call: Call, count: int, gain: float) -> Step:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core import Bracket, Shape, inflate, proving
+from equipoise.core import Bracket, Shape, inflate, proving, root
 from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
 from equipoise.lipschitz.rules.registry import (
     Call,
@@ -22,7 +22,6 @@ from equipoise.lipschitz.rules.registry import (
     lower,
     per_axis,
     range_step,
-    root,
     rule,
 )
 from equipoise.lipschitz.rules.shapes import named

@@ -24,6 +24,7 @@ from equipoise.core import (
     inflate,
     one_line,
     require_one_of,
+    root,
 )
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.values import Lookup, where
@@ -136,7 +137,7 @@ class Call:
 
     def __init__(self, node: fx.Node, lookup: Lookup, cache: Cache) -> None:
         self.node, self.lookup, self.cache = node, lookup, cache
-        self.arguments = _bind(node, lookup)
+        self.arguments = bind(node, lookup)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -324,16 +325,6 @@ def lower(x: float) -> float:
     return -inflate(-x) if x < 0 else deflate(x)
 
 
-def root(n: int) -> float:
-    """√n, rounded up; exact for squares.
-
-    >>> root(4), root(9), root(2) ** 2 > 2
-    (2.0, 3.0, True)
-    """
-    whole = math.isqrt(n)
-    return float(whole) if whole * whole == n else inflate(math.sqrt(n))
-
-
 def copies(signal: Signal, shape: Shape) -> float:
     """√ of how often broadcasting to `shape` repeats every entry, rounded up.
 
@@ -406,7 +397,13 @@ def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> Shape:
     return values * dims if len(values) == 1 else values
 
 
-def _bind(node: fx.Node, lookup: Lookup) -> dict[str, Any]:
+def bind(node: fx.Node, lookup: Lookup) -> dict[str, Any]:
+    """The arguments of an operation by name, with their defaults.
+
+    Args:
+        node: the operation.
+        lookup: what stands for a node among the arguments.
+    """
     args = fx.node.map_arg(node.args, lookup)
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # `getitem`

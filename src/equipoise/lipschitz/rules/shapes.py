@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import float64, inflate
+from equipoise.core import float64, inflate, root
 from equipoise.lipschitz.operations import Choice, Copy, Padded, Product
 from equipoise.lipschitz.rules.registry import (
     Call,
@@ -16,7 +16,6 @@ from equipoise.lipschitz.rules.registry import (
     choice_step,
     copies,
     range_step,
-    root,
     rule,
     unchanged,
 )
