@@ -17,6 +17,7 @@ from torch.nn import functional
 from equipoise.core import (
     InputError,
     describe,
+    explained,
     fresh_strides,
     guarded,
     per_sample,
@@ -375,13 +376,10 @@ def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
         x: inputs (N, ...).
         epsilon: one radius, or one for every input.
     """
-    try:
+    wanted = f"epsilon is one number, or one for each of the {len(x)} inputs"
+    with explained(f"{wanted}; got {describe(epsilon)}"):
         radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device)
         radius = radius.broadcast_to(len(x)).clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"epsilon is one number, or one for each of the {len(x)} inputs; got {describe(epsilon)}"
-        ) from error
     if not (torch.isfinite(radius) & (radius >= 0)).all():
         raise InputError("epsilon must be finite and non-negative")
     return radius

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
-from equipoise.core import InputError, Refused, evaluating
+from equipoise.core import InputError, Refused, evaluating, explained
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
@@ -312,12 +312,9 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     writer = _Writer({**program.constants, **program.native}, dict(plain.named_modules()))
     writer.names[program.inputs[0]] = "input"
     for node in program.nodes:
-        try:
+        failure = f"{node.name} ({_name(node)}) is not an operation that bundles have"
+        with explained(failure, kind=Refused):
             writer.translate(node)
-        except (checker.Rejected, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Refused(
-                f"{node.name} ({_name(node)}) is not an operation that bundles have: {error}"
-            ) from error
 
     # without operations that became parts of others
     nodes: list[dict[str, Any]] = []

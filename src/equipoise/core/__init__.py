@@ -34,6 +34,7 @@ from equipoise.core.errors import (
     InputError,
     Refused,
     did_you_mean,
+    explained,
     guarded,
     one_line,
     optional,

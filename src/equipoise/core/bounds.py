@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, explained
 from equipoise.core.precision import float64
 
 Number = float | Tensor
@@ -124,12 +124,8 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
                 f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}"
             )
         value = value.value
-    try:
+    with explained(f"the {what} must be a non-negative number, got {type(value).__name__}"):
         number = float(value.max()) if isinstance(value, Tensor) else float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"the {what} must be a non-negative number, got {type(value).__name__}"
-        ) from error
     if math.isnan(number) or number < 0:
         raise InputError(f"the {what} must be a non-negative number, got {number}")
     return number

@@ -45,6 +45,31 @@ def one_line(error: BaseException) -> str:
     return line if len(line) <= 300 else f"{line[:300]} …"
 
 
+@contextmanager
+def explained(
+    sentence: str, todo: str = "", kind: type[EquipoiseError] = InputError
+) -> Iterator[None]:
+    """What fails inside is refused in one sentence with the reason; what is refused already stays as it is.
+
+    Args:
+        sentence: what is wrong.
+        todo: what to do about it, with its punctuation.
+        kind: of the error.
+
+    >>> with explained("the size is not a number", "; give one"):
+    ...     int("x")
+    Traceback (most recent call last):
+    equipoise.core.errors.InputError: the size is not a number: invalid literal for int() with base 10: 'x'; give one
+    """
+    try:
+        yield
+    except EquipoiseError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise kind(f"{sentence}: {reason[:200]}{todo}") from error
+
+
 def guarded(work: Callable[[], Any], what: str) -> Any:
     """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence.
 

@@ -29,14 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from equipoise.core.errors import (
-    EquipoiseError,
-    InputError,
-    Refused,
-    did_you_mean,
-    guarded,
-    one_line,
-)
+from equipoise.core.errors import InputError, Refused, did_you_mean, explained, guarded, one_line
 
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
@@ -56,14 +49,14 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 def make_folder(folder: str | Path) -> Path:
     """Make a folder, with those above it, where it is not there yet."""
-    with _as_input_error(f"cannot make {folder}"):
+    with explained(f"cannot make {folder}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder)
 
 
 def open_regular(path: str | Path) -> BinaryIO:
     """A file opened for reading, if it is a plain one: a device, a pipe or a folder is refused, and never waited for."""
-    with _as_input_error(f"cannot read {path}"):
+    with explained(f"cannot read {path}"):
         handle = os.open(
             path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         )
@@ -82,7 +75,7 @@ def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
         path: the file.
         limit: most bytes.
     """
-    with open_regular(path) as file, _as_input_error(f"cannot read {path}"):
+    with open_regular(path) as file, explained(f"cannot read {path}"):
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise InputError(
@@ -107,7 +100,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.part")
-    with _as_input_error(f"cannot write {path}"):
+    with explained(f"cannot write {path}"):
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -127,7 +120,7 @@ def locked(path: str | Path, busy: str) -> Iterator[None]:
         path: the file.
         busy: the sentence of the refusal if the lock is held already, by another process or by this one.
     """
-    with _as_input_error(f"cannot write {path}"):
+    with explained(f"cannot write {path}"):
         file = open(path, "ab")  # noqa: SIM115 - closed below, which lets go of the lock
     with file:
         try:
@@ -139,18 +132,6 @@ def locked(path: str | Path, busy: str) -> Iterator[None]:
         except (OSError, ImportError):  # a file system or an operating system without such locks
             pass
         yield
-
-
-@contextmanager
-def _as_input_error(what: str) -> Iterator[None]:
-    try:
-        yield
-    except EquipoiseError:
-        raise
-    except (OSError, ValueError, MemoryError) as error:  # ValueError: a zero byte in the name
-        raise InputError(
-            f"{what}: {getattr(error, 'strerror', None) or one_line(error)}"
-        ) from error
 
 
 @contextmanager

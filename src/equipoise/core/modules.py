@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from equipoise.core.bounds import Bound, Shape, as_upper
-from equipoise.core.errors import Refused, guarded
+from equipoise.core.errors import Refused, explained
 
 Measured = Callable[[Any, Shape], Bound]
 
@@ -150,8 +150,8 @@ def run_on(model: nn.Module, examples: Sequence[Tensor]) -> Any:
         model: the network.
         examples: its inputs.
     """
-    with torch.no_grad():
-        return guarded(lambda: model(*examples), "the model on example_input")
+    with explained("the model does not run on example_input"), torch.no_grad():
+        return model(*examples)
 
 
 def flat_tensors(value: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError, Ints, Shape, fresh_strides, guarded, one_line
+from equipoise.core import InputError, Ints, Shape, explained, fresh_strides, guarded
 from equipoise.core.files import Digest
 
 Array = NDArray[Any]
@@ -239,10 +239,8 @@ def as_array(values: Any, what: str) -> Array:
         values: the numbers.
         what: what messages call them.
     """
-    try:
+    with explained(f"{what} are not an array of numbers"):
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{what} are not an array of numbers: {error}") from error
     if array.dtype.hasobject:
         raise InputError(f"{what} are not an array of numbers but of {array.dtype}")
     return array
@@ -350,10 +348,8 @@ def pair_of(item: Any, columns: Names | None, where: str) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         image, label = find_columns(list(item), columns, where)
         return item[image], item.get(label)
-    try:
+    with explained(f"{where} is not a pair (input, label)"):
         x, y = item
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where} is not a pair (input, label): {one_line(error)}") from error
     return x, y
 
 

@@ -8,15 +8,14 @@ import functools
 import inspect
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from equipoise.core import InputError, Ints, did_you_mean, guarded, one_line, optional
+from equipoise.core import InputError, Ints, did_you_mean, explained, guarded, optional
 from equipoise.core.files import SPEC, open_regular, resolve
 from equipoise.data.dataset import (
     IMAGES,
@@ -75,7 +74,7 @@ def load_dataset(
             raise InputError(
                 f"size must be one or two whole numbers between 1 and 4096, got {size!r}"
             )
-    try:
+    with explained(f"cannot read {str(spec)[:200]}"):
         spec, split = _split_in(str(spec), split)
         reader, source = _reader_of(spec)
         options = {"layout": layout, "size": size, "columns": columns, "max_bytes": max_bytes}
@@ -84,10 +83,6 @@ def load_dataset(
         if unused:
             raise InputError(f"{unused.pop()}= has no meaning for {spec}: leave it out")
         dataset = reader(source, split, **options)
-    except OSError as error:
-        raise InputError(
-            f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}"
-        ) from error
     if labelled and not dataset.labelled:
         raise InputError(f"{spec[:200]} has no labels, which are needed here")
     return dataset
@@ -158,17 +153,6 @@ def _choose_split(split: str | None, available: Sequence[str], name: str) -> str
     return split
 
 
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """One sentence for the many ways in which NumPy, pillow and pyarrow fail on a damaged file."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"cannot read {what}: {one_line(error)[:160]}") from error
-
-
 # ---- NumPy archives ---------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +175,10 @@ def _read_archive(
             )
         return np.atleast_1d(archive[key])  # bytes where the entry is no array
 
-    with _readable(f"{name} as .npz"), np.load(open_regular(path), allow_pickle=False) as archive:
+    with (
+        explained(f"cannot read {name} as .npz"),
+        np.load(open_regular(path), allow_pickle=False) as archive,
+    ):
         pairs = _pairs(archive.files)
         if not pairs:
             raise InputError(
@@ -237,7 +224,7 @@ def decode_picture(
     image = optional("PIL.Image", "data")
     file = io.BytesIO(data) if isinstance(data, bytes) else data
     with (
-        _readable(f"{where} as {', '.join(FORMATS)}"),
+        explained(f"cannot read {where} as {', '.join(FORMATS)}"),
         image.open(file, formats=FORMATS) as picture,
     ):
         width, height = picture.size
@@ -338,7 +325,7 @@ def _read_tables(
         if int(count) != len(files):
             raise InputError(f"{name}: {int(count)} files belong together, there are {len(files)}")
     pa = optional("pyarrow", "data")
-    with _readable(f"the files of {name} as one table"):
+    with explained(f"cannot read the files of {name} as one table"):
         whole = pa.concat_tables([_read_table(file, max_bytes) for file in files])
     if whole.num_rows == 0:
         raise InputError(f"{name} holds no data")
@@ -358,7 +345,7 @@ def _read_tables(
 def _read_table(path: Path, max_bytes: int) -> Any:
     """A Parquet file; offsets and lengths are verified, since a file may lie about them."""
     parquet = optional("pyarrow.parquet", "data")
-    with _readable(f"{path.name} as Parquet"), open_regular(path) as plain:
+    with explained(f"cannot read {path.name} as Parquet"), open_regular(path) as plain:
         file = parquet.ParquetFile(plain)
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         declared = sum(max(group.total_byte_size, 8 * group.num_rows) for group in groups)
@@ -388,11 +375,8 @@ def _cells(
     inner = column.type
     while hasattr(inner, "value_type"):
         inner = inner.value_type
-    try:
+    where = f"{name}: rows {rows[0]} … {rows[-1]}"
+    wanted = "expected embedded pictures, or lists of numbers of equal length without gaps"
+    with explained(f"{where}: {wanted}"):
         array = np.array(values, dtype=inner.to_pandas_dtype())
-    except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
-        raise InputError(
-            f"{name}: rows {rows[0]} … {rows[-1]}: expected embedded pictures, or lists of numbers of equal length "
-            f"without gaps ({one_line(error)[:100]})"
-        ) from error
     return arrange(array, name, layout)

@@ -26,9 +26,9 @@ from equipoise.core import (
     EquipoiseError,
     InputError,
     Refused,
+    explained,
     flat_outputs,
     flat_tensors,
-    one_line,
     run_on,
     unlogged,
 )
@@ -424,29 +424,20 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
         examples: what it is run and exported on.
     """
     run_on(model, examples)
-    try:
-        with torch.no_grad(), _exporting():
-            return torch.export.export(model, examples, strict=False)
-    except Exception as error:
-        raise Refused(
-            "the forward cannot be captured, e.g. because its control flow depends on the data: there is no fixed graph to "
-            f"bound ({type(error).__name__}: {one_line(error)[:200]}); "
-            "replace Python branches on tensor values by tensor operations, or bound the parts separately"
-        ) from error
+    failure = "the forward cannot be captured, e.g. as its control flow depends on the data: there is no fixed graph to bound"
+    todo = "; replace Python branches on tensor values by tensor operations, or bound the parts separately"
+    with explained(failure, todo, Refused), torch.no_grad(), _exporting():
+        return torch.export.export(model, examples, strict=False)
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
     """The program without operations that write into their arguments."""
     if not is_mutable(program.graph_module.graph):
         return program
-    try:
-        with torch.no_grad(), _exporting():
-            program = program.run_decompositions({})
-    except Exception as error:
-        raise Refused(
-            f"operations that write in place could not be taken apart ({type(error).__name__}: {one_line(error)[:160]}); "
-            "write them out of place (e.g. torch.relu(x) for torch.relu_(x))"
-        ) from error
+    failure = "operations that write in place could not be taken apart"
+    todo = "; write them out of place (e.g. torch.relu(x) for torch.relu_(x))"
+    with explained(failure, todo, Refused), torch.no_grad(), _exporting():
+        program = program.run_decompositions({})
     if program.graph_signature.buffers_to_mutate:
         names = ", ".join(program.graph_signature.buffers_to_mutate.values())
         raise Refused(

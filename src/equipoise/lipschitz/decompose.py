@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import Refused, Shape, one_line
+from equipoise.core import Refused, Shape, explained
 from equipoise.lipschitz.rules.registry import rule_of
 from equipoise.lipschitz.values import aten_name, where
 
@@ -364,17 +364,13 @@ def _write_out(node: fx.Node, result: Decomposed) -> None:
         return operation(*args, **fx.node.map_arg(node.kwargs, values.__getitem__))
 
     examples = [s.meta["val"] for s in sources]
-    try:
-        with torch.no_grad(), _plain_kernels(), enable_python_dispatcher():
+    failure = f"{where(node)}: {node.target} has no Lipschitz rule and cannot be written out as operations that have one"
+    todo = "; write it with other operations, or register a rule"
+    with explained(failure, todo, Refused), torch.no_grad():
+        with _plain_kernels(), enable_python_dispatcher():
             traced = make_fx(run, decomposition_table=_table())(*examples)
         if is_mutable(traced.graph):
-            with torch.no_grad():
-                traced = make_fx(torch.func.functionalize(traced))(*examples)
-    except Exception as error:
-        raise Refused(
-            f"{where(node)}: {node.target} has no Lipschitz rule and cannot be written out as operations that have one "
-            f"({type(error).__name__}: {one_line(error)[:160]}); write it with other operations, or register a rule"
-        ) from error
+            traced = make_fx(torch.func.functionalize(traced))(*examples)
     placed = dict(
         zip((n for n in traced.graph.nodes if n.op == "placeholder"), sources, strict=True)
     )

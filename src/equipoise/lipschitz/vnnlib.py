@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core import InputError, Refused, inflate, proving
+from equipoise.core import InputError, Refused, explained, inflate, proving
+from equipoise.core.files import read_bounded
 from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.backward import Ball, enclose_ball, lower_bounds
 from equipoise.lipschitz.local.branch import ATTACK_STEPS, PART_STEPS, Attack, Branching
@@ -55,13 +56,8 @@ class Box:
 
 def read_vnnlib(path: str | Path) -> list[Box]:
     """The boxes of a property; what is not understood is refused in a sentence."""
-    file = Path(path)
-    try:
-        if file.stat().st_size > LARGEST:
-            raise InputError(f"{path} is larger than {LARGEST >> 20} MB")
-        text = file.read_text("ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+    with explained(f"cannot read {path}"):
+        text = read_bounded(path, LARGEST).decode("ascii")
 
     names: list[str] = []
     formulas = []

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, Refused, Shape, one_line, optional
+from equipoise.core import InputError, Refused, Shape, explained, one_line, optional
 from equipoise.core.files import open_regular
 
 #: a larger file is not read, nor more than this from the files beside it
@@ -94,10 +94,8 @@ def parse(data: bytes, name: str, folder: Path | None = None) -> Graph:
         folder: where files of weights beside it are looked for; None refuses them.
     """
     onnx = optional("onnx", "onnx")
-    try:
+    with explained(f"{name} is not an ONNX model"):
         model = onnx.ModelProto.FromString(data)
-    except Exception as error:  # protobuf's classes of errors differ between its versions
-        raise InputError(f"{name} is not an ONNX model ({one_line(error)})") from error
 
     graph = model.graph
     if not graph.node:
@@ -273,15 +271,13 @@ class _Reader:
         shape = tuple(proto.dims)
         if any(size < 0 for size in shape) or math.prod(shape) > LARGEST_VALUE:
             raise InputError(f"{what} declares the shape {shape[:8]}")
-        try:
+        with explained(f"{what} cannot be read"):
             if proto.data_location == 1 or proto.external_data:
                 # the numbers take the place that they have in a file without others beside it
                 data = self.external(proto, math.prod(shape) * dtype.itemsize, what)
                 proto = type(proto)(dims=shape, data_type=proto.data_type, raw_data=data)
             array = numpy_helper.to_array(proto)
             return torch.from_numpy(np.array(array)).reshape(shape).to(dtype)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise InputError(f"{what} cannot be read ({one_line(error)})") from error
 
     def external(self, proto: Any, length: int, what: str) -> bytes:
         """The bytes of a tensor in a file beside the network, where PyTorch's exporter puts them: read in parts, within a budget.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import checked_logits
-from equipoise.core import InputError, Ints, Refused, one_line, require_counts
+from equipoise.core import InputError, Ints, Refused, explained, require_counts
 from equipoise.core.files import make_folder
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.sources import Inputs, Item, check_label, portable
@@ -395,10 +395,8 @@ def _first_input(inputs: Inputs, positions: Ints) -> Item:
 
 def usable_device(name: str) -> str:
     """The name of a device, if there is such a device here."""
-    try:
+    with explained(f"the device {name!r} cannot be used here"):
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"the device {name!r} cannot be used here: {one_line(error)}") from error
     return name
 
 

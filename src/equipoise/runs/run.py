@@ -31,6 +31,7 @@ from equipoise.core import (
     as_upper,
     average_certified_radius,
     certified_accuracy,
+    explained,
     format_down,
     percent,
     round_levels,
@@ -518,12 +519,8 @@ class Run:
 
 def as_levels(values: Any) -> list[float]:
     """Radii as numbers; anything else, and negative ones, are refused."""
-    try:
+    with explained("expected radii such as [0.25, 0.5]"):
         levels = [float(value) for value in values]
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"expected radii such as [0.25, 0.5], got {type(values).__name__}"
-        ) from error
     if not all(0 <= level < math.inf for level in levels):
         raise InputError(f"radii must be finite and non-negative, got {levels}")
     return levels

@@ -28,6 +28,7 @@ from equipoise.core import (
     Ints,
     Refused,
     Shape,
+    explained,
     fresh_strides,
     guarded,
     require_eval,
@@ -170,12 +171,10 @@ class Inputs:
         """Read one input; a label that is no whole number or an input that is no float tensor is refused."""
         name = self.ids[position]
         pair = self.dataset[position]
-        try:
-            x, label = pair_of(pair, None, "it")
+        x, label = pair_of(pair, None, f"input {name!r}")
+        with explained(f"input {name!r} is not a pair (input, label)"):
             x = torch.as_tensor(x)
             label = int(label)
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise InputError(f"input {name!r} is not a pair (input, label): {error}") from error
         if not x.is_floating_point():
             raise InputError(f"input {name!r} is {x.dtype}; expected floats, e.g. x.float() / 255")
         if not torch.isfinite(x).all():

@@ -12,8 +12,8 @@ import json
 import os
 import platform
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import Field
 
 from equipoise.attacks import Norm
-from equipoise.core import InputError, Refused, did_you_mean, files, format_up, one_line
+from equipoise.core import InputError, Refused, did_you_mean, explained, files, format_up
 from equipoise.core.files import (
     Count,
     Document,
@@ -641,13 +641,10 @@ class Store(AbstractContextManager["Store"]):
                 self.db.execute(schema)
             self.db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", values)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self) -> AbstractContextManager[None]:
         """Errors of SQLite as one sentence: what went wrong and what to do."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise InputError(
-                f"{self.path} cannot be used ({one_line(error)}): if the disk is full, free some space and run the same command "
-                "again, what is stored is kept; if the file is damaged, restore it from a copy"
-            ) from error
+        return explained(
+            f"{self.path} cannot be used",
+            ": if the disk is full, free some space and run the same command again, what is stored is kept; if the file is "
+            "damaged, restore it from a copy",
+        )

@@ -14,7 +14,7 @@ from equipoise.core import (
     Mask,
     average_certified_radius,
     certified_accuracy,
-    one_line,
+    explained,
 )
 from equipoise.core.files import read_bounded
 
@@ -115,21 +115,15 @@ class CertificationLog:
 
 def read_log(path: str | Path) -> CertificationLog:
     """Read a log; a malformed line is named."""
-    try:
+    with explained(f"{path} is not a text file"):
         lines = read_bounded(path, _LARGEST).decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not a text file: {error.reason} at byte {error.start}"
-        ) from error
     if not lines or lines[0].split("\t") != list(_COLUMNS):
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
     if len(lines) < 2:
         raise InputError(f"{path}: the log has no rows")
     kinds = list(_COLUMNS.items())
-    try:
+    with explained(f"{path}, counting rows after the header"):
         rows = np.loadtxt(lines[1:], kinds, comments=None, delimiter="\t", ndmin=1)
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"{path}, counting rows after the header: {one_line(error)}") from error
     right = (rows["radius"] >= 0) & np.isin(rows["correct"], (0, 1))
     if not right.all():
         bad = rows[~right][0]

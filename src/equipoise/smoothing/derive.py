@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from equipoise.core import POSITIVE, Floats, InputError, Mask, Shape, require_number, require_one_of
+from equipoise.core import (
+    POSITIVE,
+    Floats,
+    InputError,
+    Mask,
+    Shape,
+    explained,
+    require_number,
+    require_one_of,
+)
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,
@@ -344,10 +353,8 @@ def _reshaped(whole: Certificates, shape: Shape) -> Certificates:
 
 
 def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
-    try:
+    with explained(f"{name} must hold numbers, in rows of equal length"):
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{name} must hold numbers, in rows of equal length") from error
     if array.ndim < len(axes) or array.shape[-1] < 2:
         raise InputError(
             f"{name} must have shape (..., {', '.join(axes)}) with at least two classes, got {array.shape}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core import EquipoiseError, InputError, float64
+from equipoise.core import EquipoiseError, InputError, explained, float64
 
 #: the reference is an SVD in float64, which rounds too: a bracket end counts as wrong only beyond this relative distance.
 #: LAPACK's error is a modest multiple of n·2⁻⁵³, about 1e-14 for the sizes used here.
@@ -159,12 +159,10 @@ def run(
     """
     if not 0 < seconds < math.inf:
         raise InputError(f"the time must be positive, got {seconds / 60:g} minutes")
-    try:
+    with explained(
+        f"device must be cpu or cuda (with float64), and one that PyTorch {torch.__version__} sees here, got {device!r}"
+    ):
         place = torch.zeros(1, dtype=torch.float64, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        raise InputError(
-            f"device must be cpu or cuda (with float64), and one that PyTorch {torch.__version__} sees here, got {device!r}"
-        ) from error
 
     tallies: list[Tally] = []
     for check in checks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core import InputError, one_line, optional
+from equipoise.core import InputError, explained, optional
 from equipoise.core.files import resolve
 from equipoise.nn.orthogonal.polar import orthonormal_parameters
 from equipoise.optim.muon import Muon, add_lookahead
@@ -167,14 +167,9 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
     """
     x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
     device = next((p.device for p in net.parameters()), x.device)
-    try:
-        with torch.no_grad():
-            outputs = net.eval()(x.to(device))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise InputError(
-            f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
-            "change model.arguments or the data"
-        ) from error
+    failure = f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}"
+    with explained(failure, "; change model.arguments or the data"), torch.no_grad():
+        outputs = net.eval()(x.to(device))
     if (
         isinstance(outputs, Tensor)
         and outputs.dim() == 2

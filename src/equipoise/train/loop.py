@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint, tensor_bytes
-from equipoise.core import EquipoiseError, InputError, Refused, fresh_strides, one_line, optional
+from equipoise.core import EquipoiseError, InputError, Refused, explained, fresh_strides, optional
 from equipoise.core.files import atomic_write
 from equipoise.models import save_certificate
 from equipoise.regularizers.noise import frozen_statistics
@@ -434,12 +434,9 @@ def _resume(run: Training, folder: Path, stack: contextlib.ExitStack) -> None:
     if isinstance(outcome, EquipoiseError):
         raise outcome
     if outcome is not None:
-        try:
+        failure = "the stored state does not fit the recipe's network"
+        with explained(failure, "; remove it and the run starts over"):
             _restore(run, *outcome)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"the stored state does not fit the recipe's network: {one_line(error)}; remove it and the run starts over"
-            ) from error
         if rank() == 0:
             write_metrics(folder, run.history)
 

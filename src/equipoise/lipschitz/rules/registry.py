@@ -21,8 +21,8 @@ from equipoise.core import (
     flat_tensors,
     float64,
     frobenius,
+    guarded,
     inflate,
-    one_line,
     require_one_of,
     root,
 )
@@ -271,12 +271,7 @@ def _name(target: Any) -> str:
 def _load_installed() -> None:
     """Rules of installed packages, once: entry points of the group `equipoise.rules`, modules that register or mappings."""
     for entry in importlib.metadata.entry_points(group="equipoise.rules"):
-        try:
-            loaded = entry.load()
-        except Exception as error:
-            raise InputError(
-                f"the rules {entry.value} of an installed package cannot be loaded: {one_line(error)}"
-            ) from error
+        loaded = guarded(entry.load, f"the rules {entry.value} of an installed package")
         if isinstance(loaded, Mapping):
             for name, function in loaded.items():
                 if name not in _RULES:
