@@ -1,5 +1,6 @@
 """`QKGuard`: no logit above its number on any rung, and none above the limit after a step; logs of updates."""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -131,8 +132,50 @@ def test_exact_numbers_and_refusals():
     model.norm_first = False
     with pytest.raises(InputError, match="nothing is known of the inputs"):
         eq.optim.QKGuard(model, rung="weights")
-    with pytest.raises(InputError, match="gain is known"):
-        eq.optim.QKGuard(model, rung="weights", norms={"self_attn": nn.BatchNorm1d(16)}).ceilings()
+    class Shifted(nn.LayerNorm):
+        """With the gain 1 + weight."""
+
+    for norm in (nn.BatchNorm1d(16), Shifted(16), nn.LayerNorm((5, 16), elementwise_affine=False)):
+        with pytest.raises(InputError, match="gain is known"):
+            eq.optim.QKGuard(model, rung="weights", norms={"self_attn": norm}).ceilings()
+
+
+def bert(**parts):
+    """Queries and keys with the names of BERT, and more parts."""
+    module = nn.Module()
+    module.num_attention_heads = 4
+    for name, part in {"query": nn.Linear(16, 16), "key": nn.Linear(16, 16), **parts}.items():
+        setattr(module, name, part)
+    return nn.ModuleDict({"self_attn": module})
+
+
+#: (model, whether its attention is read off, whether queries and keys may be turned, whether its inputs are known)
+READ = {
+    "plain": (bert, True, False, False),
+    "turned": (lambda: bert(rotary_value=False), True, True, False),
+    "normalised queries": (lambda: bert(q_layernorm=nn.LayerNorm(4)), False, False, False),
+    "another layer": (lambda: bert(query=type("Quantised", (nn.Linear,), {"forward": None})(16, 16)), False, False, False),
+    "learned key": (lambda: nn.Sequential(nn.MultiheadAttention(16, 4, add_bias_kv=True)), False, False, False),
+    "packed by heads": (lambda: bert(query=None, c_attn=nn.Linear(16, 48)), False, False, False),
+    "self-attention": (lambda: nn.TransformerEncoderLayer(16, 4, 8, norm_first=True), True, False, True),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_off_a_model(name):
+    make, read, rotary, known = READ[name]
+    if not read:
+        with pytest.raises(InputError, match="no attention layer"):
+            eq.optim.QKGuard(make())
+        return
+    layer = eq.optim.QKGuard(make()).attentions["self_attn"]
+    assert (layer.rotary, layer.norm is not None) == (rotary, known)
+
+
+def test_keys_of_cross_attention_are_not_bounded_by_the_norm_of_the_queries():
+    layer = nn.TransformerDecoderLayer(16, 4, 8, norm_first=True)
+    ceilings = eq.optim.QKGuard(layer).ceilings()
+    assert max(ceilings["self_attn"]) < math.inf == min(ceilings["multihead_attn"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

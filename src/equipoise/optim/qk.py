@@ -93,7 +93,7 @@ class Attention:
     def factor(self) -> float:
         """What products are multiplied with."""
         width = len(self.query.parts()[0]) // self.heads
-        return self.scale if self.scale is not None else 1 / math.sqrt(width)
+        return abs(self.scale) if self.scale is not None else 1 / math.sqrt(width)
 
     @torch.no_grad()
     def ceilings(self) -> list[float]:
@@ -131,10 +131,12 @@ def _folded(part: Projection, norm: Any, heads: int) -> list[Folded]:
     terms = shift.abs()
     radius = norm
     if not isinstance(norm, float | int):
-        radius = inflate(math.sqrt(W.shape[1]))
-        if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and type(norm).__name__ not in RMS_NORMS:
+        width = W.shape[1]
+        radius = inflate(math.sqrt(width))
+        known = type(norm) in (nn.LayerNorm, nn.RMSNorm) or type(norm).__name__ in RMS_NORMS
+        if not known or tuple(getattr(norm, "normalized_shape", (width,))) != (width,):
             raise InputError(
-                f"a {type(norm).__name__} is not a normalisation whose gain is known; give a bound of the length of its "
+                f"{norm} is not a normalisation of {width} features whose gain is known; give a bound of the length of its "
                 "outputs instead, or name an nn.LayerNorm or nn.RMSNorm"
             )
         if getattr(norm, "bias", None) is not None:
@@ -354,9 +356,12 @@ def _read_attentions(
     for name, module in modules.items():
         layer = _read_attention(module)
         if layer is not None:
-            parent = modules.get(name.rpartition(".")[0])
+            outer, _, own = name.rpartition(".")
+            parent = modules.get(outer)
             first = "norm1" if getattr(parent, "norm_first", False) else ""
-            in_front = (getattr(parent, x, None) for x in ("ln_1", "input_layernorm", first))
+            # keys of cross-attention are of other inputs
+            usual = ("ln_1", "input_layernorm", first) if own in ("attn", "self_attn") else ()
+            in_front = (getattr(parent, x, None) for x in usual)
             norm = next((x for x in (norms.get(name), *in_front) if x is not None), None)
             attentions[name] = replace(layer, norm=norm)
     return attentions
@@ -365,15 +370,18 @@ def _read_attentions(
 def _read_attention(module: Any) -> Attention | None:
     """Projections and heads of a module of known structure; None for other modules."""
     packed = getattr(module, "c_attn", None)
+    packed = packed if type(packed).__name__ == "Conv1D" else None  # others mix heads and parts
     names = ("weight", "bias")
     config = getattr(module, "config", None)
     counts = [getattr(x, "num_attention_heads", None) for x in (module, config)]
     heads = next((n for n in (*counts, getattr(module, "num_heads", None)) if n), None)
     if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
         packed, names = module, ("in_proj_weight", "in_proj_bias")
-    # products with normalised queries or with positions are another function of the weights
+    # products with normalised queries or with positions are another function of the weights, and a learned key is none of it
     relative = getattr(module, "position_embedding_type", "absolute") not in ("absolute", None)
-    if relative or hasattr(module, "q_norm") or hasattr(module, "q_attn") or heads is None:
+    normalised = any("norm" in part for part in module._modules)
+    learned = getattr(module, "bias_k", None) is not None
+    if relative or normalised or learned or hasattr(module, "q_attn") or heads is None:
         return None
     if packed is not None:
         d = len(Projection(packed, None, *names).parts()[0]) // 3
@@ -382,10 +390,11 @@ def _read_attention(module: Any) -> Attention | None:
         return Attention(query, key, heads, scale=None if plain else 1.0)
     for q, k in (("query", "key"), ("q_proj", "k_proj")):
         first, second = getattr(module, q, None), getattr(module, k, None)
-        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
+        if all(getattr(type(x), "forward", None) is nn.Linear.forward for x in (first, second)):
             keys = second.out_features * heads // first.out_features
-            # whether rotary embeddings follow is not seen: the ceiling with them holds in both cases
-            rotary, scale = q == "q_proj", getattr(module, "scaling", None)
+            # whether rotary embeddings follow is not always seen: the ceiling with them holds in both cases
+            turned = any("rotary" in part for part in (*vars(module), *module._modules))
+            rotary, scale = turned or q == "q_proj", getattr(module, "scaling", None)
             return Attention(
                 Projection(first), Projection(second), heads, keys, None, rotary, scale
             )

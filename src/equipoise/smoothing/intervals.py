@@ -308,11 +308,12 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     if not np.all((p > 0) & (p < 1)):
         raise InputError("p0 must lie strictly between 0 and 1")
     miss = np.maximum(t - a, 0.0)
+    tail = betainc(miss + 0.5, a + 0.5, 1 - p)
     with np.errstate(divide="ignore"):
         terms = (
             betaln(a + 0.5, miss + 0.5),
             -_LN_HALF_HALF,
-            np.log(betainc(miss + 0.5, a + 0.5, 1 - p)),
+            np.log(np.where(tail > _SMALLEST, tail, 0.0)),
             -np.log(betainc(0.5, 0.5, 1 - p)),
             -a * np.log(p),
             -miss * np.log1p(-p),
