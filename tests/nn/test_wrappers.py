@@ -13,7 +13,9 @@ from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.maps import Geometry
 from equipoise.nn import ConvexResidual, Lipschitz, MaxMin, MaxPool2d, SpaceToDepth, SRConv2d, SRLinear, known_constant
+from equipoise.nn.activations import Contracted
 from equipoise.nn.parametrize import Parametrization
+from equipoise.nn.pooling import ScaledAvgPool2d
 
 
 @pytest.mark.parametrize("k", [0.1, 1.0, 7.0])
@@ -149,6 +151,25 @@ def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():
     assert known_constant(net) is None
     net.module[1] = Lipschitz(3.0, MaxMin())
     assert known_constant(net) == pytest.approx(6.0)
+
+
+#: maps with one slope, and where it is seen: numbers of Python are rounded to the type of the tensor
+STEEPEST = {
+    "residual": (lambda: ConvexResidual(nn.Identity(), 0.4), torch.ones(1, 1)),
+    "constant": (lambda: Lipschitz(0.1, nn.Identity()), torch.ones(1, 1)),
+    "contracted": (lambda: Contracted(nn.LeakyReLU(1.1)), -torch.ones(1, 1)),
+    "leaky": (lambda: nn.LeakyReLU(1.1), -torch.ones(1, 1)),
+    "pooling": (lambda: ScaledAvgPool2d((2, 3)), torch.full((1, 1, 2, 3), 6**-0.5)),
+}
+
+
+@pytest.mark.parametrize("name", STEEPEST)
+def test_constants_hold_with_numbers_read_in_single_and_in_double_precision(name):
+    make, x = STEEPEST[name]
+    module = make().eval()
+    assert abs(float(module(x.double()))) <= known_constant(module) * (1 + 1e-15)
+    # single precision: the bound of the operations themselves, which reads numbers as they do
+    assert lipschitz_bound(module, x).upper <= known_constant(module) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])

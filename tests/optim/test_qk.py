@@ -132,6 +132,7 @@ def test_exact_numbers_and_refusals():
     model.norm_first = False
     with pytest.raises(InputError, match="nothing is known of the inputs"):
         eq.optim.QKGuard(model, rung="weights")
+
     class Shifted(nn.LayerNorm):
         """With the gain 1 + weight."""
 
@@ -154,9 +155,14 @@ READ = {
     "plain": (bert, True, False, False),
     "turned": (lambda: bert(rotary_value=False), True, True, False),
     "normalised queries": (lambda: bert(q_layernorm=nn.LayerNorm(4)), False, False, False),
-    "another layer": (lambda: bert(query=type("Quantised", (nn.Linear,), {"forward": None})(16, 16)), False, False, False),
+    "another layer": (
+        lambda: bert(query=type("Quantised", (nn.Linear,), {"forward": None})(16, 16)),
+        False,
+        False,
+        False,
+    ),
     "learned key": (lambda: nn.Sequential(nn.MultiheadAttention(16, 4, add_bias_kv=True)), False, False, False),
-    "packed by heads": (lambda: bert(query=None, c_attn=nn.Linear(16, 48)), False, False, False),
+    "packed by heads": (lambda: bert(query=nn.Identity(), c_attn=nn.Linear(16, 48)), False, False, False),
     "self-attention": (lambda: nn.TransformerEncoderLayer(16, 4, 8, norm_first=True), True, False, True),
 }
 

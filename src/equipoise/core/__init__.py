@@ -65,5 +65,6 @@ from equipoise.core.precision import (
     root,
     row_lengths,
     safe_root,
+    single_down,
     unit_roundoff,
 )

@@ -9,7 +9,7 @@ smallest normal number (which also covers hardware that flushes subnormals to ze
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +118,26 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     return x
 
 
+def root(n: int) -> float:
+    """√n, rounded up; exact for squares.
+
+    >>> root(4), root(9), root(2) ** 2 > 2
+    (2.0, 3.0, True)
+    """
+    whole = math.isqrt(n)
+    return float(whole) if whole * whole == n else inflate(math.sqrt(n))
+
+
+def single_down(x: float) -> float:
+    """The largest number of single precision up to x ≥ 0: a factor that means the same in float32 and in float64.
+
+    >>> single_down(3.0), 0 < 0.1 - single_down(0.1) < 1e-8
+    (3.0, True)
+    """
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(math.trunc(mantissa * 2**24), exponent - 24)
+
+
 def power_of_two_scale(largest: Tensor) -> Tensor:
     """For each `largest = max|a_ij| > 0` the exponent e with `2^-e·largest ∈ [1/2, 1)`; 0 where `largest` is 0.
 
@@ -208,20 +228,6 @@ def row_lengths(x: Tensor) -> Tensor:
     return inflate(
         largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64))
     )
-
-
-def root(n: int, rounded: Callable[[float], float] = inflate) -> float:
-    """√n, exact for squares, else rounded up.
-
-    Args:
-        n: a whole number.
-        rounded: `deflate` rounds down.
-
-    >>> root(4), root(9), root(2) ** 2 > 2
-    (2.0, 3.0, True)
-    """
-    whole = math.isqrt(n)
-    return float(whole) if whole * whole == n else rounded(math.sqrt(n))
 
 
 def safe_root(square: Tensor) -> Tensor:

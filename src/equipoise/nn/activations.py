@@ -19,6 +19,7 @@ from equipoise.core import (
     require_counts,
     require_number,
     require_one_of,
+    single_down,
 )
 from equipoise.maps.pointwise import read_activation
 
@@ -204,7 +205,7 @@ class Contracted(Described):
                 f"the slopes of {type(activation).__name__} are not known here, so there is nothing to divide by"
             )
         self.activation = activation
-        self.factor = deflate(1 / max(1.0, steepest))
+        self.factor = single_down(deflate(1 / max(1.0, steepest)))
 
     def _constant(self) -> float | None:
         """That of the activation it has now, times the factor; at least 1."""
@@ -240,9 +241,12 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
 
 
 def steepness(activation: nn.Module) -> float | None:
-    """The largest absolute slope of a pointwise activation; None where it is not known."""
+    """The largest absolute slope of a pointwise activation, its parameters read in float32 too; None where it is not known."""
     interval = slopes(activation)
-    return None if interval is None else max(map(abs, interval))
+    if interval is None:
+        return None
+    top = max(map(abs, interval))
+    return top if top <= 1 else top * (1 + 2.0**-23)
 
 
 def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:

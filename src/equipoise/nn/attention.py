@@ -48,15 +48,16 @@ Heads are coordinates of their own of q, each with its δ.
 
     ‖v − UᵀLUv‖² = ‖v‖² − 2⟨u, Lu⟩ + ‖UᵀLu‖² ≤ (1 + t)‖v‖² + (t − 1)E ≤ 2‖v‖².
 
-   For any a, ‖UᵀLU‖ ≤ 2t with Σ|a| in t.
+   Where rounding leaves t above 1, `E ≤ 4Σa·‖u‖² ≤ 4t‖v‖²`. For any a, ‖UᵀLU‖ ≤ 2t with Σ|a| in t.
 
 **In `max over tokens of ℓ2`**, a token's own block and those of the others are bounded apart.
 
 1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `b + 2‖U‖² ≤ 2b + 1`, b = max(1, 2‖U‖² − 1).
 2. A memory acts on every token alone: b.
-3. Own block `I − UᵀΣ_k a_k H_ik U`: at most 1 for a ≥ 0 and t ≤ 1, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}` is
-   at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times the
-   bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, and `1 + t + √H·t ≤ √H(1 + 2t)`.
+3. Own block `I − UᵀΣ_k a_k H_ik U`: at most max(1, t − 1) for a ≥ 0, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}`
+   is at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times the
+   bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, `(own + √H·t)² ≤ 2H(1 + t + 4t(t − 1))` for t > 1, and
+   `1 + t + √H·t ≤ √H(1 + 2t)`.
 """
 
 import functools
@@ -68,7 +69,16 @@ from scipy.special import lambertw
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import Bound, InputError, Kind, Shape, by_construction, inflate, require_number
+from equipoise.core import (
+    Bound,
+    InputError,
+    Kind,
+    Shape,
+    by_construction,
+    inflate,
+    require_number,
+    single_down,
+)
 from equipoise.nn.activations import Described
 from equipoise.nn.parametrize import Tensors
 from equipoise.nn.residual import CPL, upper_near_one
@@ -261,10 +271,10 @@ class ConvexAttention(CPL):
                 back = (places[:, None] - places).clamp(0, self.window + 1)
                 pulls = pulls * functional.pad(weights, (1, 1))[:, back]
             else:
-                pulls = pulls * (2 / tokens)
+                pulls = pulls * single_down(2 / tokens)
             force = pulls.sum(-1, keepdim=True) * q - pulls @ q
         y = x - functional.linear(force.transpose(-2, -3).flatten(-2), U.mT)
-        return y * math.sqrt(0.5) if self.window else y
+        return y * single_down(math.sqrt(0.5)) if self.window else y
 
     def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`.
@@ -279,10 +289,10 @@ class ConvexAttention(CPL):
         norm = upper_near_one(self.inner(U), None)
         total = float(weights.double().abs().sum(-1).max()) * (1 + 1e-12)
         t = inflate(total * norm**2)
-        value = math.sqrt(1 + t) if t <= 1 and (weights >= 0).all() else 1 + 2 * t
-        # √½ in the dtype of the weights is off by a unit roundoff
-        value *= math.sqrt(0.5) * (1 + torch.finfo(U.dtype).eps)
-        return Bound(inflate(value), Kind.UPPER, "causal convex attention")
+        value = 1 + 2 * t
+        if (weights >= 0).all():
+            value = math.sqrt(1 + t + 4 * t * max(0.0, t - 1))
+        return Bound(inflate(value * math.sqrt(0.5)), Kind.UPPER, "causal convex attention")
 
     def token_upper(self, input_shape: Shape) -> Bound:
         """The bound of the module's text in `max over tokens of ℓ2`."""

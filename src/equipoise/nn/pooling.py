@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.utils import _pair
 
-from equipoise.core import InputError, Refused, by_construction, deflate, root
+from equipoise.core import InputError, Refused, by_construction, root, single_down
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described
 
@@ -89,7 +89,7 @@ class ScaledAvgPool2d(_Windows):
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
         pooled = functional.avg_pool2d(x, self.kernel_size, self.stride)
-        return pooled * root(math.prod(_pair(self.kernel_size)), deflate)
+        return pooled * single_down(math.sqrt(math.prod(_pair(self.kernel_size))))
 
 
 class L2NormPool2d(_Windows):
@@ -122,7 +122,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
-        return x.mean((2, 3)) * root(x.shape[2] * x.shape[3], deflate)
+        return x.mean((2, 3)) * single_down(math.sqrt(x.shape[2] * x.shape[3]))
 
 
 class SpaceToDepth(nn.PixelUnshuffle):

@@ -19,6 +19,7 @@ from equipoise.core import (
     require_number,
     require_positive,
     root,
+    single_down,
 )
 from equipoise.maps.geometry import integers
 from equipoise.nn.activations import Described, steepness
@@ -143,7 +144,7 @@ class Lipschitz(Described):
                 "guaranteed; convert it with equipoise.make_lipschitz, or state its constant by equipoise.nn.by_construction"
             )
         self.constant = float(constant)
-        self.scale = float(constant) if bound <= 1 else deflate(constant / bound)
+        self.scale = single_down(constant if bound <= 1 else deflate(constant / bound))
         self.module = module
 
     def _constant(self) -> float | None:
@@ -200,7 +201,7 @@ class ConvexResidual(Described):
             raise InputError(
                 f"a skip connection needs equal shapes, got {tuple(x.shape)} and {tuple(y.shape)}"
             )
-        return self.alpha * x + (1 - self.alpha) * y
+        return single_down(self.alpha) * x + single_down(1 - self.alpha) * y
 
 
 class Mirrored(nn.Module):

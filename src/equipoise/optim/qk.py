@@ -389,8 +389,8 @@ def _read_attention(module: Any) -> Attention | None:
         plain = getattr(module, "scale_attn_weights", True)
         return Attention(query, key, heads, scale=None if plain else 1.0)
     for q, k in (("query", "key"), ("q_proj", "k_proj")):
-        first, second = getattr(module, q, None), getattr(module, k, None)
-        if all(getattr(type(x), "forward", None) is nn.Linear.forward for x in (first, second)):
+        first, second = getattr(module, q, module), getattr(module, k, module)
+        if all(type(x).forward is nn.Linear.forward for x in (first, second)):
             keys = second.out_features * heads // first.out_features
             # whether rotary embeddings follow is not always seen: the ceiling with them holds in both cases
             turned = any("rotary" in part for part in (*vars(module), *module._modules))
