@@ -55,8 +55,8 @@ Heads are coordinates of their own of q, each with its δ.
 1. `dy_i = (I − (2/N)UᵀΣ_{j≠i} H_ij U)dx_i + (2/N)Σ_{j≠i} UᵀH_ij U dx_j`: at most `b + 2‖U‖² ≤ 2b + 1`, b = max(1, 2‖U‖² − 1).
 2. A memory acts on every token alone: b.
 3. Own block `I − UᵀΣ_k a_k H_ik U`: at most max(1, t − 1) for a ≥ 0, else 1 + t. The others: head h of `Σ_k a_k H_ik U dx_{i−k}`
-   is at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times the
-   bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, `(own + √H·t)² ≤ 2H(1 + t + 4t(t − 1))` for t > 1, and
+   is at most `Σ_k |a_k|·‖U‖`, so H heads have at most `√H·Σ|a|·‖U‖`. Together `(own + √H·t)/√2`, which is at most `√(2H)` times
+   the bound in ℓ2: `(1 + √H·t)² ≤ 2H(1 + t)` for t ≤ 1, `(own + √H·t)² ≤ 2H(1 + t + 4t(t − 1))` for t > 1, and
    `1 + t + √H·t ≤ √H(1 + 2t)`.
 """
 

@@ -129,7 +129,7 @@ class Lipschitz(Described):
     >>> Lipschitz(3.0, f)(torch.ones(1, 2))
     tensor([[3., 3.]])
     >>> Lipschitz(3.0, Lipschitz(5.0, f))(torch.ones(1, 2))
-    tensor([[3., 3.]])
+    tensor([[3.0000, 3.0000]])
     """
 
     __constants__ = ("constant",)
