@@ -22,6 +22,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -48,7 +49,7 @@ BLOCK = 48
 PIECE = 256
 #: multiplications from which a Gram matrix in float32 saves more than a second look at the top costs, and up to how many
 #: columns its rounding leaves room for that
-SINGLE_FROM, SINGLE_UP_TO = 2**25, 1024
+SINGLE_FROM, SINGLE_UP_TO = 2**24, 1024
 #: up to this many multiplications threads cost more processor time than they save
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
@@ -86,15 +87,31 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     if A.is_complex():
         return gram(A.to(dtype.to_complex()))
     n = A.shape[1]
-    # four rows of blocks leave three eighths of the square out, eight rows seven sixteenths
-    step = n if n < 128 else -(-n // (4 if n < 512 else 8))
-    pieces = A.to(dtype).split(PIECE if dtype is torch.float32 else len(A))
+    # four rows of blocks leave three eighths of the square out
+    step = n if n < 128 else -(-n // 4)
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.inner
+    pieces = [A.to(dtype).mT]
+    if dtype is torch.float32:
+        multiply = _products()
+        pieces = [P.contiguous() for P in pieces[0].split(PIECE, 1)]
     G = torch.empty(n, n, dtype=dtype)
     for first in range(0, n, step):
         last = min(n, first + step)
-        block = functools.reduce(torch.add, (P[:, first:last].mT @ P[:, :last] for P in pieces))
+        block = functools.reduce(torch.add, (multiply(P[first:last], P[:last]) for P in pieces))
         G[first:last, :last], G[:last, first:last] = block, block.mT
     return G
+
+
+@functools.cache
+def _products() -> Callable[[Tensor, Tensor], Tensor]:
+    """`X, Y ↦ XYᵀ` of contiguous matrices in float32: by oneDNN, twice as fast as MKL on some processors, where torch has it.
+
+    With these variables set it may round more than full precision allows.
+    """
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if linear is None or any("FPMATH" in name for name in os.environ):
+        return torch.inner
+    return lambda X, Y: linear(X, Y, None, "none", [], "")
 
 
 def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
@@ -274,6 +291,7 @@ def lanczos(
     converged: float,
     enough: float = math.inf,
     every: int = 8,
+    count: int = 1,
 ) -> Tensor:
     """Ritz vectors of a Hermitian operator on flat vectors as rows, by orthogonalised steps; that of the largest value first.
 
@@ -281,9 +299,10 @@ def lanczos(
         multiply: the operator.
         start: the first vector.
         steps: how many steps at most.
-        converged: stop early, once so many steps have raised the Ritz value by no more than this share.
-        enough: a Ritz value that suffices.
-        every: how many steps; the Ritz value is computed after as many.
+        converged: stop early, once so many steps have raised the sum of Ritz values by no more than this share.
+        enough: a sum that suffices.
+        every: how many steps; Ritz values are computed after as many.
+        count: how many of the largest are summed.
     """
     steps = min(steps, start.numel())
     Q = start.new_zeros(steps, start.numel())
@@ -306,7 +325,7 @@ def lanczos(
         if last or (j + 1) % every == 0:
             T = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
             T += torch.diag(torch.tensor(beside[1:-1], dtype=torch.float64), -1)
-            before, value = value, float(torch.linalg.eigvalsh(T)[-1])  # reads the lower triangle
+            before, value = value, float(torch.linalg.eigvalsh(T)[-count:].sum())
             if last or value >= enough or value - before <= converged * value:
                 break
         q = w / beside[-1]
@@ -436,7 +455,7 @@ def _split_bracket(
         rtol: relative gap to reach.
         v: where Lanczos steps start.
     """
-    vectors = lanczos(G.matmul, v, steps=100, converged=rtol / 64)[:4]
+    vectors = lanczos(G.matmul, v, steps=100, converged=3e-4, every=4, count=4)[:4]
     single = torch.linalg.qr(vectors.double().mT)[0].mT.float().contiguous()
     Q = single.double()
     k, n = Q.shape
@@ -459,14 +478,19 @@ def _split_bracket(
     if not (defect < 1e-3 and beta + error + lost < tau and last + error < beta):
         return None
 
-    rest = G.addmm_((single * values[:, None].float()).mT, single, alpha=-1)
-    rounding = 4 * gamma(k + 8, torch.float32) * size + k * n * torch.finfo(torch.float32).tiny
-    length, room = float(torch.linalg.matrix_norm(R)), deflate(tau - beta)
+    room = deflate(tau - beta)
+    length = float(torch.linalg.matrix_norm(R))
     lost += ((length + lost) ** 2 - length**2 + 4 * g * length**2) / room
     S = H + R @ R.mT / room
-    if is_below(rest, beta, inflate(error + rounding)) and is_below(
-        S, deflate(tau * (1 - defect)), inflate(lost)
-    ):
+    X = torch.linalg.eigh(S)[1]
+    # by sums of rows, of which what is lost may raise one by √k ≤ 2 times its norm
+    largest = float((X.mT @ S @ X).abs().sum(1).amax()) * (1 + 1e-12)
+    defect += 2 * float(torch.linalg.matrix_norm(X.mT @ X - torch.eye(k, dtype=Q.dtype)))
+    if inflate(inflate(largest + 2 * lost) * (1 + 2 * defect)) > tau:
+        return None
+    rest = G.addmm_((single * values[:, None].float()).mT, single, alpha=-1)
+    rounding = 4 * gamma(k + 8, torch.float32) * size + k * n * torch.finfo(torch.float32).tiny
+    if is_below(rest, beta, inflate(error + rounding)):
         return deflate(math.sqrt(square)), inflate(math.sqrt(tau)), single[0]
     return None
 
