@@ -19,7 +19,14 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_dense, check_deployed, check_layers, check_smoothing  # noqa: F401 (claims are registered)
-from equipoise.core import InputError, Refused, evaluating, explained
+from equipoise.core import (
+    InputError,
+    Refused,
+    evaluating,
+    explained,
+    flat_tensors,
+    is_unmodified,
+)
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
@@ -309,7 +316,10 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     plain = with_effective_weights(model, example)
     with evaluating(plain), torch.no_grad():
         program = capture(plain, example[:1])
-    writer = _Writer({**program.constants, **program.native}, dict(plain.named_modules()))
+    if program.doubt:
+        raise Refused(program.doubt)
+    modules = dict(plain.named_modules(remove_duplicate=False))
+    writer = _Writer({**program.constants, **program.native}, modules)
     writer.names[program.inputs[0]] = "input"
     for node in program.nodes:
         failure = f"{node.name} ({_name(node)}) is not an operation that bundles have"
@@ -343,21 +353,23 @@ class _Writer:
         self.tensors: dict[str, np.ndarray] = {}
         self.stored: dict[Any, str] = {}
         self.names: dict[Any, str] = {}
-        self.block = ""
+        self.block: Any = None
 
     def translate(self, node: fx.Node) -> None:
         """Append the operations of one node of the graph, or refuse it by name."""
         name = _name(node)
-        block = self.module_around(node)
+        for value in flat_tensors(node.meta["val"])[:1]:
+            if value.dtype not in (torch.float32, torch.float64):
+                raise Refused(f"{node.name}: a bundle has no values in {value.dtype}, which round")
+        block, module = self.module_around(node)
         if block and block == self.block:
             self.names[node] = self.nodes[-1]["name"]
             return
         # a reshape before a block may be named after it
-        self.block = "" if name in _RESHAPES else block
+        self.block = None if name in _RESHAPES else block
         if self.block:
-            module = self.modules[block]
             _MODULES[type(module).__name__](self, node, module)
-        elif name in _PASSED:
+        elif name in _PASSED and not (name == "dropout" and node.args[2]):
             source = node.all_input_nodes[0]
             # parts of a value, which have no name, are recognised where they meet
             if source in self.names:
@@ -369,12 +381,15 @@ class _Writer:
                 f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
             )
 
-    def module_around(self, node: fx.Node) -> str:
-        """The path of the module around a node that becomes one operation; empty outside of them."""
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            if type(self.modules.get(path)).__name__ in _MODULES:
-                return str(path)
-        return ""
+    def module_around(self, node: fx.Node) -> tuple[str, nn.Module | None]:
+        """The call of a module that becomes one operation, around a node, and the module; an empty text outside of them."""
+        for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            module = self.modules.get(str(path))
+            if module is None or not type(module).__module__.startswith("equipoise.nn."):
+                continue
+            if type(module).__name__ in _MODULES and is_unmodified(module, "forward"):
+                return str(call), module
+        return "", None
 
     def emit(
         self,
@@ -594,6 +609,8 @@ def _arithmetic(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
             raise Refused(f"{node.name}: of two values, a bundle has the plain sum only")
         writer.emit(node, "add", [left, right])
         return
+    if a.get("rounding_mode"):
+        raise Refused(f"{node.name}: a bundle has no division that rounds")
     value = torch.as_tensor(writer.constants.get(right, right), dtype=node.meta["val"].dtype)
     if value.dim() == node.meta["val"].dim():
         value = value.squeeze(0)

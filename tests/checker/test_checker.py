@@ -375,10 +375,47 @@ def test_malformed_files_are_rejected_in_a_sentence(tmp_path, name):
         assert not verdict(tmp_path)
 
 
-def test_unknown_operations_are_refused_by_name():
-    for module, name in ((nn.Softmax(dim=1), "softmax"), (nn.GELU(), "gelu"), (nn.LayerNorm(4), "layer_norm")):
-        with pytest.raises(eq.Refused, match=name):
-            certificates.describe(nn.Sequential(nn.Flatten(), nn.Linear(4, 4), module), torch.zeros(1, 4))
+class Between(nn.Module):
+    """A function between two layers, with offsets behind it beside which a rounding is not seen."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4))
+        self.function = function
+
+    def forward(self, x):
+        flatten, first, last = self.layers
+        return last(self.function(first(flatten(x)))) + 1e6
+
+
+DOUBLED = eq.nn.HouseholderActivation(4)
+DOUBLED.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (nn.Softmax(dim=1), "softmax"), (nn.GELU(), "gelu"), (nn.LayerNorm(4), "layer_norm"), (torch.round, "round"),
+        (lambda x: x.half().float(), "float16"), (lambda x: x.int().float(), "int32"),
+        (lambda x: x.sort(1).indices.float(), "int64"), (lambda x: x.view(torch.int32).float(), "int32"),
+        (lambda x: torch.div(x, 1, rounding_mode="floor"), "rounds"),
+        (lambda x: x[..., None].mean(2, dtype=torch.half).float(), "16"), (DOUBLED, "two values"),
+        (lambda x: functional.dropout(x, 0.5, training=True), "dropout"), (lambda x: x.flip(0), "other samples"),
+    ],
+)  # fmt: skip
+def test_unknown_operations_and_those_that_round_are_refused_by_name(function, reason):
+    with pytest.raises(eq.Refused, match=reason):
+        certificates.describe(Between(function), torch.zeros(1, 4))
+
+
+class Twice(nn.Sequential):
+    def forward(self, x):
+        return self[0](self[0](x))
+
+
+def test_a_block_that_is_called_twice_is_there_twice():
+    nodes = certificates.describe(Twice(eq.nn.SLLLinear(4)), torch.zeros(1, 4))[0]["nodes"]
+    assert [node["op"] for node in nodes] == ["residual", "residual"]
 
 
 # --- smoothing ---------------------------------------------------------------------------------------------------------
