@@ -6,9 +6,9 @@ described in `docs/certificates.md`. The claims are about the real function of t
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +461,8 @@ class _Writer:
 
         lower = max(1e-30, float(spectral_norm(operator, rtol=1e-4).lower))
         size = tuple(rest.get("size", _shape(source)[1:]))
+        if op == "convolution":
+            rest = {}
         proof = check_layers.Circular if op == "circular" else checker.Layer
         layer = proof(_double(weight), geometry, size)
         # the smallest bound that the checker's own proof gives, up to a factor of 4 of its distance to the norm
@@ -553,8 +555,6 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
 def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
     """Reflections of pairs of channels, at the first node of their module."""
     half = module.theta.detach() / 2
-    if module.dim != 1:
-        raise Refused(f"{node.name}: a bundle has Householder activations of channels only")
     value = torch.stack([half.sin(), -half.cos()])
     writer.emit(node, "householder", node.all_input_nodes[:1], {"value": value})
 
@@ -576,11 +576,26 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
 def _gather(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     """Operations that move entries: done with the places of the entries."""
     source: Any = node.args[0]
-    count = math.prod(_shape(source))
+    count = prod(_shape(source))
     places = torch.arange(float(count), dtype=torch.float64).reshape(1, *_shape(source))
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
     writer.emit(node, "gather", [source], {"index": index[0].long()})
+
+
+def _image_map(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
+    """Interpolation and adaptive averages: the operation itself gives the matrix of all pixels, which become channels."""
+    source: Any = node.args[0]
+    channels, *size = _shape(source)
+    n = prod(size)
+    target: Any = node.target
+    rows = target(torch.eye(n).reshape(n, 1, *size), *node.args[1:], **node.kwargs).reshape(n, -1)
+    turned = torch.arange(channels * n).reshape(channels, n).T
+    writer.emit(node, "gather", [source], {"index": turned})
+    geometry = {"stride": [1], "padding": [0], "groups": 1}
+    writer.layer(node, "convolution", node, (rows.T[..., None], None), geometry, size=[channels])
+    back = torch.arange(rows.shape[1] * channels).reshape(-1, channels).T
+    writer.emit(node, "gather", [node], {"index": back.reshape(_shape(node))})
 
 
 def _pad(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
@@ -654,10 +669,6 @@ def _pool(writer: _Writer, node: fx.Node, a: _Arguments) -> None:
     padding = [0] * dims
     if name == "mean":
         usual = sorted(d % (dims + 2) for d in a["dim"]) == list(range(2, dims + 2))
-    elif name.startswith("adaptive"):
-        outputs = a["output_size"]
-        kernel = stride = [n // m for n, m in zip(size, outputs, strict=True)]
-        usual = [k * m for k, m in zip(kernel, outputs, strict=True)] == size
     else:
         kernel = list(a["kernel_size"])
         padding = np.broadcast_to(a["padding"], dims).tolist()
@@ -697,25 +708,21 @@ _MODULES: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
 _PARTS = {"maximum", "minimum"}
 _PASSED = {"getitem", "dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _RESHAPES = ("flatten", "unflatten", "view", "reshape", "unsqueeze", "squeeze")
-_MOVES = ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice")
+_MOVES = (
+    "pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "slice", "upsample_nearest",
+)  # fmt: skip
 _FUNCTIONS = (
-    "relu",
-    "abs",
-    "leaky_relu",
-    "clamp",
-    "hardtanh",
-    "tanh",
-    "sigmoid",
-    "softplus",
-    "sort",
-)
+    "relu", "abs", "leaky_relu", "clamp", "hardtanh", "tanh", "sigmoid", "silu", "softplus", "sort",
+)  # fmt: skip
+_IMAGE_MAPS = ("upsample_linear", "upsample_bilinear", "upsample_bicubic", "adaptive_avg_pool")
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, _Arguments], None]] = {
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(("linear", "conv", "conv_transpose"), _linear),
-    **dict.fromkeys(("avg_pool", "max_pool", "adaptive_avg_pool", "mean"), _pool),
+    **dict.fromkeys(("avg_pool", "max_pool", "mean"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
     **dict.fromkeys(_MOVES, _gather),
     **dict.fromkeys(_FUNCTIONS, _activation),
+    **dict.fromkeys(_IMAGE_MAPS, _image_map),
     "batch_norm": _batch_norm,
     "pad": _pad,
     "cat": _concatenate,

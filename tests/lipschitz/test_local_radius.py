@@ -88,6 +88,44 @@ def test_what_is_left_out_is_said(name):
     assert float(found.radius) > 0
 
 
+class OnBallsOnly(nn.Module):
+    """A gate, a power and attention: no constant of the whole space."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind, self.a, self.b, self.end = kind, nn.Linear(12, 16), nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        match self.kind:
+            case "gate":
+                return self.end(torch.sigmoid(a) * b)
+            case "power":
+                return self.end(a**2 + b)
+            case _:
+                t = a.reshape(-1, 4, 4)
+                weights = (t @ b.reshape(-1, 4, 4).mT).softmax(-1)
+                return self.end((weights @ t).flatten(1))
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1"])
+@pytest.mark.parametrize("kind", ["gate", "power", "attention"])
+def test_networks_with_constants_of_balls_only_have_radii_that_hold(kind, norm):
+    net, x = OnBallsOnly(kind).eval(), torch.cat([torch.randn(6, 12), torch.zeros(1, 12)])
+    with pytest.raises(EquipoiseError, match="ball"):
+        eq.lipschitz_bound(net, x[:1])
+    found = eq.certified_radius(net, x, norm=norm)
+    assert (found.radius > 0).all()
+    assert "balls only" in found.note
+    assert torch.equal(eq.certified_radius(net, x[2:3], norm=norm).radius, found.radius[2:3])
+    assert not eq.attacks.pgd(net, x, found.labels, 0.999 * found.radius, norm=norm, steps=30).success.any()
+    asked = float(found.radius[0]) * 0.9
+    assert eq.certified_radius(net, x[:1], norm=norm, epsilon=asked, complete=True).verdicts == ("proved",)
+    far = eq.certified_radius(net, x[:1], norm=norm, epsilon=50.0, complete=True, seconds=1.0)
+    assert far.verdicts != ("proved",)
+
+
 def test_right_without_a_proof_is_not_wrong():
     """A deep network whose float64 rounding cannot be bounded below its margin."""
     torch.manual_seed(0)

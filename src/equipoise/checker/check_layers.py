@@ -147,19 +147,22 @@ def clamp(network, node, x):
 
 
 def smooth(network, node, x):
-    """Tanh, the sigmoid function, and softplus, `log(1 + exp(βx))/β`."""
+    """Tanh, the sigmoid function, SiLU, `x/(1 + exp(−x))`, whose slope is below 1.0999, and softplus, `log(1 + exp(βx))/β`."""
     factor = 1.0
     if node["op"] == "tanh":
         y = np.tanh(x)
     elif node["op"] == "sigmoid":
         y = 1 / (1 + np.exp(-x))
         factor = 0.25
+    elif node["op"] == "silu":
+        y = x / (1 + np.exp(-x))
+        factor = 1.1
     else:
         # above a threshold, PyTorch takes x itself: less than 1e-8/β away from 20 on
         number(node.get("threshold", 20), 20)
         beta = number(node["beta"], 1e-6, 1e6)
         y = np.logaddexp(0, beta * x) / beta
-    return Step(y, factor, 64, norm(x) + norm(y), 2.0)
+    return Step(y, factor, 64, norm(x) + norm(y), 1 + factor)
 
 
 def sort(network, node, x):
@@ -194,6 +197,7 @@ OPERATIONS |= {
     "clamp": (clamp, "min max", ""),
     "tanh": (smooth, "", ""),
     "sigmoid": (smooth, "", ""),
+    "silu": (smooth, "", ""),
     "softplus": (smooth, "beta threshold", ""),
     "sort": (sort, "dim descending", ""),
     "householder": (householder, "", "value"),

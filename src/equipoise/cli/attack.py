@@ -10,6 +10,7 @@ from typer import Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, tell
+from equipoise.cli.options import Data, Device, Json, RunArgument, Split
 
 if TYPE_CHECKING:
     from equipoise.runs import Run
@@ -34,16 +35,18 @@ def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
 
 
 def attack(
-    run: options.RunArgument,
+    run: RunArgument,
     epsilon: Annotated[str | None, Option(help="also attack at these radii: 0.25,0.5,1.0")] = None,
     steps: Annotated[int, Option(help="take this many gradient steps")] = 20,
-    limit: Annotated[int | None, Option(help="attack only the first inputs of the run")] = None,
-    device: options.Device = "cpu",
+    limit: Annotated[
+        int | None, Option(help="attack only the first inputs of the run", min=1)
+    ] = None,
+    device: Device = "cpu",
     model: Elsewhere = None,
     data: Annotated[
         str | None, Option(help="read the run's data from here, if it was moved")
     ] = None,
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Attack the certified inputs of a run, inside their radius and beyond it.
 
@@ -99,17 +102,17 @@ def attack(
 
 
 def predict(
-    run: options.RunArgument,
-    data: options.Data,
+    run: RunArgument,
+    data: Data,
     n: Annotated[int, Option(help="draw this many noisy copies of every input")] = 1000,
     alpha: Annotated[float, Option(help="accept this risk of a wrong majority per input")] = 1e-3,
-    split: options.Split = None,
+    split: Split = None,
     limit: Annotated[
-        int | None, Option(help="take at most this many inputs, in their order")
+        int | None, Option(help="take at most this many inputs, in their order", min=1)
     ] = None,
-    device: options.Device = "cpu",
+    device: Device = "cpu",
     model: Elsewhere = None,
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Answer new inputs as the certified classifier of a run does.
 

@@ -11,6 +11,23 @@ from typer import Argument, Exit, Option
 
 from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
+from equipoise.cli.options import (
+    Alpha,
+    Data,
+    Epsilon,
+    Json,
+    Limit,
+    Mean,
+    Model,
+    Procedure,
+    RunArgument,
+    RunFolder,
+    Set,
+    Shard,
+    Split,
+    Std,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from equipoise.runs import Job, Results, Run
@@ -21,30 +38,30 @@ Bundle = Annotated[Path | None, Option(help="write a certificate that `equipoise
 
 
 def certify(
-    model: options.Model,
-    data: options.Data,
+    model: Model,
+    data: Data,
     sigma: Annotated[
         str,
         Option(
             help="add noise of this level, in the units of the data; or one level per channel: 0.2,0.2,0.5"
         ),
     ],
-    run: options.RunFolder = None,
-    weights: options.Weights = None,
+    run: RunFolder = None,
+    weights: Weights = None,
     n: Annotated[int, Option(help="draw this many noisy copies of every input")] = 10_000,
     alpha: Annotated[float, Option(help="accept this risk per input")] = 1e-3,
     procedure: Annotated[
         str, Option(help="use rivals, cohen, bonferroni, cpm, direct, lvm, …")
     ] = "rivals",
-    limit: options.Limit = None,
-    shard: options.Shard = None,
-    split: options.Split = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    epsilon: options.Epsilon = None,
+    limit: Limit = None,
+    shard: Shard = None,
+    split: Split = None,
+    mean: Mean = None,
+    std: Std = None,
+    epsilon: Epsilon = None,
     bundle: Bundle = None,
-    set_: options.Set = None,
-    json: options.Json = False,
+    set_: Set = None,
+    json: Json = False,
 ) -> None:
     """Certify the inputs of a dataset by randomized smoothing.
 
@@ -70,21 +87,21 @@ def certify(
 
 
 def prove(
-    model: options.Model,
+    model: Model,
     data: Annotated[str | None, Option(help="read inputs from here, as for certify")] = None,
-    run: options.RunFolder = None,
-    weights: options.Weights = None,
+    run: RunFolder = None,
+    weights: Weights = None,
     norm: Annotated[str, Option(help="measure distances in l2, linf or l1")] = "l2",
     effort: Annotated[str, Option(help="use auto, fast, relaxation or integral")] = "auto",
     seconds: Annotated[
         float, Option(help="spend at most this processor time per input; 0: no limit", min=0)
     ] = 60,
-    limit: options.Limit = None,
-    shard: options.Shard = None,
-    split: options.Split = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    epsilon: options.Epsilon = None,
+    limit: Limit = None,
+    shard: Shard = None,
+    split: Split = None,
+    mean: Mean = None,
+    std: Std = None,
+    epsilon: Epsilon = None,
     complete: Annotated[
         bool, Option("--complete", help="branch until the one --epsilon is proved or broken")
     ] = False,
@@ -98,8 +115,8 @@ def prove(
         Path | None, Option(help="bound token exchanges in these sequences (.npy)")
     ] = None,
     bundle: Bundle = None,
-    set_: options.Set = None,
-    json: options.Json = False,
+    set_: Set = None,
+    json: Json = False,
 ) -> None:
     """Prove a radius around every input within which the answer cannot change.
 
@@ -344,11 +361,11 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
 
 
 def derive(
-    run: options.RunArgument,
-    alpha: options.Alpha = None,
-    procedure: options.Procedure = None,
-    epsilon: options.Epsilon = None,
-    json: options.Json = False,
+    run: RunArgument,
+    alpha: Alpha = None,
+    procedure: Procedure = None,
+    epsilon: Epsilon = None,
+    json: Json = False,
 ) -> None:
     """Show a stored run at another risk or procedure, derived from its counts.
 
@@ -369,7 +386,7 @@ def derive(
 def merge(
     runs: Annotated[list[str], Argument(metavar="RUN...", help="run directories")],
     output: Annotated[Path, Option("--output", "-o", help="store the joined run here")],
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Join runs of one model over disjoint inputs into a new run.
 
@@ -386,11 +403,11 @@ def merge(
 
 
 def export(
-    run: options.RunArgument,
+    run: RunArgument,
     file: Annotated[Path, Argument(help="the table to write, a .csv")],
-    alpha: options.Alpha = None,
-    procedure: options.Procedure = None,
-    json: options.Json = False,
+    alpha: Alpha = None,
+    procedure: Procedure = None,
+    json: Json = False,
 ) -> None:
     """Write a run as a table, one line per input; radii are rounded down.
 
@@ -413,7 +430,7 @@ def check(
         Path, Argument(help="the folder of the bundle, or the name of a packaged network")
     ],
     exact: Annotated[bool, Option(help="use exact integers; for dense ReLU networks")] = False,
-    json: options.Json = False,
+    json: Json = False,
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.
 

@@ -27,7 +27,9 @@ Data = Annotated[str, Option(help="read inputs from digits, a .npz or .parquet f
 RunFolder = Annotated[
     Path | None, Option(help="store the run here; default: runs/<command>-<digest>")
 ]
-Limit = Annotated[int | None, Option(help="take at most so many inputs, from every class in turn")]
+Limit = Annotated[
+    int | None, Option(help="take at most so many inputs, from every class in turn", min=1)
+]
 Shard = Annotated[str | None, Option(help="take one part, e.g. 2/8; --limit is per part")]
 Epsilon = Annotated[str | None, Option(help="report accuracy at these radii: 0,0.25,0.5")]
 Alpha = Annotated[float | None, Option(help="accept this risk per input; default: the run's")]

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused, did_you_mean, explained, guarded, one_line
+from equipoise.core.modules import fresh_strides
 
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
@@ -295,7 +296,7 @@ class Digest:
         """
         if isinstance(value, Tensor):
             kind = "" if value.layout is torch.strided else str(value.layout)
-            value = (value.to_dense() if kind else value).detach().cpu().contiguous()
+            value = fresh_strides((value.to_dense() if kind else value).detach().cpu())
             head = f"{kind}{value.dtype}{tuple(value.shape)}"
             body = value.reshape(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, np.ndarray):

@@ -12,8 +12,8 @@ The bound of the smoothed curvature needs the gradient to be small *everywhere* 
 for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvature H as it is.
 """
 
-import math
 from dataclasses import dataclass
+from math import erf, inf, nextafter, pi, sqrt
 from typing import Literal
 
 import torch
@@ -121,7 +121,7 @@ def hessian_bound_report(
         gradient = max(gradient, float(slope.max()))
         for name, h in inputs.items():
             square = h.square().sum(1) + (linear[name].bias is not None)
-            sensitivities[name] = max(sensitivities[name], math.sqrt(float(square.max())))
+            sensitivities[name] = max(sensitivities[name], sqrt(float(square.max())))
             parts[name] += float((bend * square).sum()) * downstream[name] ** 2 / hessian.count
     total = sum(parts.values())
     rows = tuple(
@@ -190,11 +190,11 @@ def _downstream(chain: Chain, norms: dict[str, float]) -> dict[str, float]:
     for name, module in reversed(chain):
         if name in norms:
             downstream[name] = factor
-            factor = math.nextafter(factor * norms[name], math.inf)
+            factor = nextafter(factor * norms[name], inf)
             continue
         activation = read_activation(module)
         if activation is not None:
-            factor = math.nextafter(factor * activation.gain, math.inf)
+            factor = nextafter(factor * activation.gain, inf)
     return downstream
 
 
@@ -243,9 +243,9 @@ def smoothed_loss_bound(
         value = curvature
     else:
         # erf(x) ≤ 2x/√π, equal to all digits below 1e-9
-        flat = math.sqrt(2 / math.pi) * (gradient / sigma) * (1 + 1e-14)
-        x = gradient / sigma / curvature / math.sqrt(2)
-        value = min(curvature, flat if x < 1e-9 else curvature * math.erf(x) * (1 + 1e-14))
+        flat = sqrt(2 / pi) * (gradient / sigma) * (1 + 1e-14)
+        x = gradient / sigma / curvature / sqrt(2)
+        value = min(curvature, flat if x < 1e-9 else curvature * erf(x) * (1 + 1e-14))
     everywhere = everywhere is True  # anything else is labeled an estimate
     note = "" if everywhere else "the constants were measured at one point: no bound"
     return Bound(float(inflate(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
@@ -272,5 +272,5 @@ def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, B
     lengths = torch.linalg.vector_norm(h, dim=1).mean()
     return (
         Bound(float(inflate(norm * norm / len(h) / 2 * (1 + 1e-14))), Kind.UPPER, "spectral_norm"),
-        Bound(float(inflate(math.sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
+        Bound(float(inflate(sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
     )

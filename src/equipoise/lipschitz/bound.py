@@ -1,8 +1,8 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from math import fsum, inf, isfinite, log, nan
 from typing import Any, Literal
 
 from torch import fx, nn
@@ -85,7 +85,7 @@ def lipschitz_bound(
     run = propagate(program, ball, rtol, cache, progress=progress, by_row=tokens)
     if tokens:
         run = by_tokens(run, cache)
-    together = math.inf if tokens else whole_bound(run, cache, chain)
+    together = inf if tokens else whole_bound(run, cache, chain)
     totals = {"product": run.product, "fused": run.fused, "chain": together}
     method = min(totals, key=lambda name: totals[name])
     claims = (
@@ -101,7 +101,7 @@ def lipschitz_bound(
         method,
         ball,
         (*program.notes, *claims),
-        together if math.isfinite(together) else None,
+        together if isfinite(together) else None,
         None if tokens else pair_constants(run),
         norm,
     )
@@ -135,8 +135,8 @@ def rows(run: Propagation) -> tuple[Row, ...]:
         for node in run.program.nodes
         if node in blocks or (node not in inside and not _silent(run.steps[node]))
     ]
-    added = [row.weight * math.log(row.upper) if row.upper > 0 else 0.0 for row in layers]
-    total = math.fsum(map(abs, added)) or 1.0
+    added = [row.weight * log(row.upper) if row.upper > 0 else 0.0 for row in layers]
+    total = fsum(map(abs, added)) or 1.0
     return tuple(
         replace(row, share=value / total) for row, value in zip(layers, added, strict=True)
     )
@@ -146,11 +146,11 @@ def _row(run: Propagation, node: fx.Node, block: Region | None, weight: float) -
     step = run.steps[node]
     if block is not None:
         shape = f"{_show(block.source)}→{_show(node)}"
-        ends = math.nan, block.bound
+        ends = nan, block.bound
         return Row(block.name, node.name, block.kind, shape, *ends, block.method, weight)
     gains = [gain for _, gain in step.gains]
-    lower, method, remark = math.nan, "", ""
-    upper = math.fsum(gains) if isinstance(step.map, Sum) else max(gains, default=0.0)
+    lower, method, remark = nan, "", ""
+    upper = fsum(gains) if isinstance(step.map, Sum) else max(gains, default=0.0)
     if step.bracket is not None:
         lower, method, remark = float(step.bracket.lower), step.bracket.method, step.bracket.note
     shape = "→".join(_show(n) for n in (*(s.node for s, _ in step.gains[:1]), node))

@@ -15,8 +15,8 @@ verified residual of the inverse. Reference: Xu & Sivaranjani 2024 (ECLipsE-Fast
 """
 
 import itertools
-import math
 from collections.abc import Sequence
+from math import copysign, inf, ldexp, log, sqrt
 
 import torch
 from torch import Tensor, fx
@@ -45,6 +45,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
         slopes: interval of slopes of the activations; ReLU by default.
 
     >>> W = [torch.randn(20, 10), torch.randn(20, 20), torch.randn(3, 20)]
+    >>> import math
     >>> product = math.prod(float(spectral_norm(w).upper) for w in W)
     >>> chain_bound(W) <= product
     True
@@ -66,9 +67,9 @@ def chain_bound(weights: Sequence[Tensor], slopes: tuple[float, float] = (0.0, 1
 def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> float | None:
     """Logarithm of the bound, or None where the recursion cannot be verified (α ≤ −β, a linear activation, ill conditioning)."""
     if any(not layer.matrix.any() and layer.error == 0 for layer in layers):
-        return -math.inf
+        return -inf
     layers, exponents = zip(*(_scaled(layer) for layer in layers), strict=True)
-    total = log_product(2 * math.log(2) * sum(exponents))  # the bound is homogeneous in every layer
+    total = log_product(2 * log(2) * sum(exponents))  # the bound is homogeneous in every layer
     inverse: Inverse | None = None, 0.0
     for i, layer in enumerate(layers):
         if inverse is None:
@@ -76,7 +77,7 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
         A = _spread(layer, *inverse)
         a = inflate(float(spectral_norm(A, rtol=1e-6).upper))
         if a == 0:
-            return -math.inf
+            return -inf
         total = log_product(total, log_up(a))
         if i < len(slopes):
             alpha, beta = slopes[i]
@@ -90,7 +91,7 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
 def _scaled(layer: Matrix) -> tuple[Matrix, int]:
     """`(2^−e·layer, e)` with the largest entry brought to [1/2, 1), so that no product overflows or vanishes."""
     matrix, e = rescaled(layer.matrix.double())
-    error = inflate(math.ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
+    error = inflate(ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
     return Matrix(matrix, error), e
 
 
@@ -119,7 +120,7 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     """A matrix below the next Y, for `A` above the true one and `a ≥ λ_max(A)`."""
     m, t, q = (alpha + beta) / 2, 2 / (beta * (beta - alpha)), -alpha * beta
     eye = torch.eye(len(A), dtype=torch.float64)
-    size = math.sqrt(len(A))
+    size = sqrt(len(A))
     B = A / a
     far = float(frobenius(B))
     if q == 0:
@@ -129,7 +130,7 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     # B(I − qtB)⁻¹ = ((I − qtB)⁻¹ − I)/(qt): increasing in B for either sign of q, positive definite since qt·λ_max(B) < 1
     N = eye - (q * t) * B
     shift = inflate(16 * _U * (size + abs(q * t) * far))
-    inverse = verified_inverse(N - math.copysign(shift, q) * eye)  # towards the larger B
+    inverse = verified_inverse(N - copysign(shift, q) * eye)  # towards the larger B
     if inverse is None:
         return None
     X, e = inverse
@@ -158,14 +159,14 @@ def verified_inverse(Y: Tensor) -> Inverse | None:
     X = (X + X.mT) / 2
     x = float(frobenius(X))
     R = torch.eye(n, dtype=torch.float64) - Y @ X
-    r = inflate(float(frobenius(R)) + gamma(n + 8, torch.float64) * (size * x + math.sqrt(n)))
+    r = inflate(float(frobenius(R)) + gamma(n + 8, torch.float64) * (size * x + sqrt(n)))
     return (X, inflate(x * r / (1 - r))) if r < 0.5 else None
 
 
 def chain_total(run: Propagation) -> float:
     """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; infinite where it does not."""
     if len(run.program.outputs) != 1:
-        return math.inf
+        return inf
     layers: list[Matrix] = []
     slopes: list[tuple[float, float]] = []  # of the activation after every layer
     start = run.program.outputs[0]
@@ -178,12 +179,12 @@ def chain_total(run: Propagation) -> float:
         slopes.insert(0, curve)
         start = facts.base
     if len(layers) < 2 or max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
-        return math.inf
+        return inf
 
     with proving():
         closed = _closed_form(layers, slopes[:-1])
     last = log_up(max(map(abs, slopes[-1])))
-    return math.inf if closed is None else log_product(closed, run.facts[start].fused, last)
+    return inf if closed is None else log_product(closed, run.facts[start].fused, last)
 
 
 def _activation(run: Propagation, node: fx.Node) -> tuple[tuple[float, float], fx.Node]:

@@ -16,10 +16,10 @@ itself and not for a rounded way to compute it. Numbers of Python are read in th
 import contextlib
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf, pi, sqrt
 from typing import Any
 
 import torch
@@ -194,11 +194,11 @@ def _is_mean_of_squares(mean: Any, x: fx.Node) -> bool:
 _ACTIVATIONS: dict[str, tuple[Any, dict[str, str], dict[tuple[int], float], bool]] = {
     "sigmoid.default": (_aten.silu.default, {}, {(1,): 1.0}, False),
     "tanh of softplus": (_aten.mish.default, {}, {(1,): 1.0}, False),
-    "erf.default": (_aten.gelu.default, {}, {(1,): math.sqrt(0.5)}, True),
+    "erf.default": (_aten.gelu.default, {}, {(1,): sqrt(0.5)}, True),
     "tanh.default": (
         _aten.gelu.default,
         {"approximate": "tanh"},
-        {(1,): math.sqrt(2 / math.pi), (3,): 0.044715 * math.sqrt(2 / math.pi)},
+        {(1,): sqrt(2 / pi), (3,): 0.044715 * sqrt(2 / pi)},
         True,
     ),
 }
@@ -299,12 +299,12 @@ def _attention(
     if dropout_p or enable_gqa:
         raise ValueError("attention with dropout or grouped queries; call model.eval() first")
     scores = torch.matmul(q, k.transpose(-1, -2)) * (
-        1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        1 / sqrt(q.shape[-1]) if scale is None else scale
     )
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, -inf) if mask.dtype == torch.bool else scores + mask
     return torch.matmul(torch.softmax(scores, -1), v)
 
 

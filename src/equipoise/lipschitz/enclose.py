@@ -6,9 +6,9 @@ a steep function stretches depends on the sizes of its operands: its rule is ask
 """
 
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -70,10 +70,10 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         step = _local_step(call, step, run, boxes)
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())),
-        default=math.inf,
+        default=inf,
     )
     if isinstance(step.map, op.Opaque) and step.map.inside:
-        return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
+        return Box(None, None, inf, inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
     if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
@@ -92,7 +92,7 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         log = min(log, log_product(log_up(whole), boxes[facts.base].log))
     image = _image(call, step, sources, boxes)
     if image is None:
-        return Box(None, None, math.inf, math.inf, log)
+        return Box(None, None, inf, inf, log)
     mid, half, rounding = image
     rounding = torch.where(rounding > 0, rounding + _TINY, 0.0)
     noise = float(frobenius(rounding.reshape(1, -1)))
@@ -188,5 +188,5 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
         1 + 1e-10
     )
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
-    least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
-    return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
+    least = float((spread - moved / sqrt(d) - noise).clamp_min(0).min())
+    return min(gain, inflate(layer.top / sqrt(least * least + layer.eps)))

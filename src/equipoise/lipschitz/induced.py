@@ -1,6 +1,6 @@
 """Product bounds of whole networks in ℓ1 and ℓ∞, from the norms of their layers in `norms.induced`."""
 
-import math
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def induced_pairs(run: Propagation, order: Order) -> Tensor:
 def _total(program: Program, logs: dict[fx.Node, float], order: Order) -> float:
     """The logarithm of the constant of all outputs together."""
     ends = [logs[o] for o in program.outputs]
-    return max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
+    return max(ends, default=-inf) if order == "linf" else log_sum(ends)
 
 
 def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
@@ -84,14 +84,14 @@ def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
             if isinstance(step.map, op.Opaque) and step.map.inside:
                 raise _unknown(node, step, order)
             gains = [gain_of(node, step, order, i) for i in range(len(step.gains))]
-            if math.inf in gains:
+            if inf in gains:
                 raise _unknown(node, step, order)
             terms = [
                 log_product(log_up(gain), logs[s.node])
                 for gain, (s, _) in zip(gains, step.gains, strict=True)
             ]
             apart = step.combine == "root" and order == "linf"
-            logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
+            logs[node] = max(terms, default=-inf) if apart else log_sum(terms)
     return logs
 
 
@@ -108,7 +108,7 @@ def gain_of(node: fx.Node, step: Step, order: Order, which: int) -> float:
     """
     signal, gain = step.gains[which]
     absolute = order == "linf"
-    copies = 1.0 if absolute else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
+    copies = 1.0 if absolute else float(max(1, prod(shape_of(node)) // max(1, signal.numel)))
     match step.map:
         case op.Copy() | op.Padded() | op.Join() | op.Sorted():
             return 1.0 if absolute else float(round(gain * gain))
@@ -126,7 +126,7 @@ def gain_of(node: fx.Node, step: Step, order: Order, which: int) -> float:
             return _positive(node, signal.shape, order)
         case op.Weighted(form=form) if form is not None and not getattr(form, "error", 0.0):
             return float(map_norm(form, order).upper)
-    return math.inf
+    return inf
 
 
 def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:

@@ -5,9 +5,9 @@ composed before their norm is taken. The second is the minimum of both, so it ne
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import hypot, inf, isfinite, isnan, log, prod, sqrt
 from typing import Any
 
 import torch
@@ -89,20 +89,18 @@ def propagate(
     cache = Cache(rtol) if cache is None else cache
     facts: NodeFacts = {}
     steps: dict[fx.Node, Step] = {}
-    run = Propagation(program, facts, steps, math.inf, math.inf)
-    size = math.inf if ball is None else float(ball)
+    run = Propagation(program, facts, steps, inf, inf)
+    size = inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
         shape = tuple(value.shape)
-        whole = inflate(size * math.sqrt(math.prod(shape[:-1]))) if by_row else size
+        whole = inflate(size * sqrt(prod(shape[:-1]))) if by_row else size
         facts[node] = Facts(Signal(node, shape, value.dtype, whole, size, size, -size), 0.0, 0.0)
 
     regions: Regions = {}
     for region in program.regions:
         regions[region.output] = (*regions.get(region.output, ()), region)
-    inside = {
-        n for region in program.regions if math.isfinite(region.bound) for n in region.members
-    }
+    inside = {n for region in program.regions if isfinite(region.bound) for n in region.members}
     with proving():
         for done, node in enumerate(program.nodes):
             if progress is not None:
@@ -117,7 +115,7 @@ def propagate(
                 if node not in inside:
                     raise
                 step = Step((), "inside a block", map=Opaque(inside=True))
-                node_facts = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
+                node_facts = Facts(Signal(node, shape_of(node), _dtype(node)), inf, inf)
             steps[node] = step
             pattern = _residual(call, step, steps, facts) or _centering(call, step)
             if pattern is not None:
@@ -151,7 +149,7 @@ def _residual(
     """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual_bound`."""
     if not isinstance(step.map, Sum) or [gain for _, gain in step.gains] != [1, 1]:
         return None
-    sign = math.prod(step.map.weights)  # of the one term relative to the other
+    sign = prod(step.map.weights)  # of the one term relative to the other
     for x, y in itertools.permutations(s for s, _ in step.gains):
         branch = facts[y.node]
         act = None if branch.base is None else steps.get(branch.base)
@@ -196,7 +194,7 @@ def _check(node: fx.Node, step: Step) -> None:
             f"{where(node)}: its rule names no input; name those it depends on, or answer map=operations.Constant()"
         )
     for _, gain in step.gains:
-        if math.isnan(gain) or gain < 0 or gain == math.inf:
+        if isnan(gain) or gain < 0 or gain == inf:
             raise Refused(
                 f"{where(node)}: its rule gives the constant {gain}; check the weights, or state an input ball"
             )
@@ -309,18 +307,18 @@ def _sized(call: Call, step: Step) -> Signal:
             f"{where(call.node)}: a cast to the narrow or integer type {dtype} rounds; keep float32 or float64"
         )
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
-    grown = math.hypot(*reach) if step.combine == "root" else sum(reach)
+    grown = hypot(*reach) if step.combine == "root" else sum(reach)
     norm = _least(step.norm, inflate(grown + step.offset) if step.gains else step.offset)
     row, peak = _least(step.row, norm), _least(step.peak, norm)
     peak = _least(peak, row)
-    row = _least(row, inflate(math.sqrt(shape[-1] if shape else 1) * peak))
-    norm = _least(norm, inflate(math.sqrt(math.prod(shape[:-1])) * row))
-    low = -peak if math.isnan(step.low) else max(step.low, -peak)
+    row = _least(row, inflate(sqrt(shape[-1] if shape else 1) * peak))
+    norm = _least(norm, inflate(sqrt(prod(shape[:-1])) * row))
+    low = -peak if isnan(step.low) else max(step.low, -peak)
     return Signal(call.node, shape, dtype, norm, row, peak, low, _part(call, step))
 
 
 def _least(*values: float) -> float:
-    return min((v for v in values if not math.isnan(v)), default=math.inf)
+    return min((v for v in values if not isnan(v)), default=inf)
 
 
 def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
@@ -330,7 +328,7 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
     source = step.gains[0][0]
     part = source.part
     if part is None:
-        if not math.prod(call.shape) < source.numel <= 2_000_000:
+        if not prod(call.shape) < source.numel <= 2_000_000:
             return None
         places = torch.arange(source.numel, dtype=torch.float64)
         part = source.node, places.reshape(source.shape)
@@ -359,7 +357,7 @@ def elasticities(run: Propagation) -> dict[fx.Node, float]:
     logs: dict[fx.Node, Tensor] = {}
 
     def joined(terms: Iterable[tuple[fx.Node, float]], power: int) -> Tensor | None:
-        kept = [logs[n] + math.log(gain) for n, gain in terms if gain > 0 and n in logs]
+        kept = [logs[n] + log(gain) for n, gain in terms if gain > 0 and n in logs]
         return torch.logsumexp(power * torch.stack(kept), 0) / power if kept else None
 
     with torch.inference_mode(False), torch.enable_grad():

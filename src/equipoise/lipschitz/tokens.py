@@ -23,8 +23,8 @@ them (`logs`). The norm of several inputs or outputs is their largest. For root 
 References: Kim et al. 2021; Newhouse et al. 2025 (`max over tokens of RMS`).
 """
 
-import math
 from dataclasses import dataclass, replace
+from math import inf, prod
 
 import torch
 from torch import fx
@@ -59,7 +59,7 @@ class Change:
 
     def whole(self) -> float:
         """Bound of the change of the whole tensor in ℓ2."""
-        return log_product(self.row, log_up(root(math.prod(self.shape[:-1]))))
+        return log_product(self.row, log_up(root(prod(self.shape[:-1]))))
 
 
 Changes = dict[fx.Node, Change]
@@ -78,7 +78,7 @@ def by_tokens(run: Propagation, cache: Cache) -> Propagation:
         raise InputError(
             f'norm="token" needs inputs of shape (batch, tokens, features), got {shapes}; bound what follows the embedding'
         )
-    tokens = log_up(root(sum(math.prod(shape[:-1]) for shape in shapes)))
+    tokens = log_up(root(sum(prod(shape[:-1]) for shape in shapes)))
     steps = {}
     with torch.no_grad():
         for node in run.program.nodes:
@@ -86,7 +86,7 @@ def by_tokens(run: Propagation, cache: Cache) -> Propagation:
             row, step = min(_choices(call, run, changes), key=lambda choice: choice[0])
             row = min(row, log_product(tokens, run.facts[node].fused))
             peak = min(_peak(node, run.steps[node], changes), row)
-            spread = log_product(peak, log_up(root(math.prod(call.shape[-1:]))))
+            spread = log_product(peak, log_up(root(prod(call.shape[-1:]))))
             main = peak if spread < row + _SAME else row
             steps[node] = _rescaled(step, main, changes)
             changes[node] = Change(call.shape, min(row, spread), peak, main)
@@ -128,7 +128,7 @@ def _row(call: Call, step: Step, changes: Changes) -> float:
             return log_root(source.row for source in sources)
         case Pointwise() | op.Sum() | op.Scaled() | op.Choice():
             # entries that are repeated along the last dimension make a row
-            length = log_up(root(math.prod(call.shape[-1:])))
+            length = log_up(root(prod(call.shape[-1:])))
             logs = [
                 log_product(
                     log_up(gain_of(call.node, step, "linf", i)),
@@ -138,13 +138,13 @@ def _row(call: Call, step: Step, changes: Changes) -> float:
             ]
             return log_root(logs) if step.combine == "root" else log_sum(logs)
     rows = step.by_row or isinstance(step.map, op.Copy) or isinstance(step.linear, Matrix)
-    return log_product(log_up(step.gains[0][1]), sources[0].row) if rows else math.inf
+    return log_product(log_up(step.gains[0][1]), sources[0].row) if rows else inf
 
 
 def _total(terms: tuple[op.Term, ...], changes: Changes) -> float:
     """The sum of the terms of a product; infinite where there are none."""
     logs = [log_product(log_up(gain), getattr(changes[s.node], kind)) for s, gain, kind in terms]
-    return log_sum(logs) if logs else math.inf
+    return log_sum(logs) if logs else inf
 
 
 def _mixed(call: Call, step: Step) -> float:
@@ -168,4 +168,4 @@ def _peak(node: fx.Node, step: Step, changes: Changes) -> float:
         log_product(log_up(gain_of(node, step, "linf", i)), changes[s.node].peak)
         for i, (s, _) in enumerate(step.gains)
     ]
-    return max(logs, default=-math.inf) if step.combine == "root" else log_sum(logs)
+    return max(logs, default=-inf) if step.combine == "root" else log_sum(logs)

@@ -10,10 +10,10 @@ numbers only. Numbers are read as the nearest float64. A file is not trusted: si
 """
 
 import itertools
-import math
 import re
 import time
 from dataclasses import dataclass
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ def _alternatives(formula: Any) -> list[list[Atom]]:
             return [each for part in parts for each in _alternatives(part)]
         case ["and", *parts]:
             choices = [_alternatives(part) for part in parts]
-            if math.prod(map(len, choices)) > CASES:
+            if prod(map(len, choices)) > CASES:
                 raise InputError(f"the property has more than {CASES:,} alternatives")
             return [list(itertools.chain(*each)) for each in itertools.product(*choices)]
         case ["<=", str(left), str(right)] | [">=", str(right), str(left)]:
@@ -120,7 +120,7 @@ def _read_case(
     atoms: list[Atom], xs: dict[str, int], ys: dict[str, int]
 ) -> tuple[Tensor, Tensor, Case]:
     """One alternative: both ends of the inputs, and rows of the outputs."""
-    low = torch.full((len(xs),), -math.inf, dtype=torch.float64)
+    low = torch.full((len(xs),), -inf, dtype=torch.float64)
     high = -low
     rows = torch.zeros(len(atoms), len(ys), dtype=torch.float64)
     offset = torch.zeros(len(atoms), dtype=torch.float64)
@@ -164,7 +164,7 @@ def verify_property(
     boxes: list[Box],
     *,
     ball: float | None = None,
-    seconds: float = math.inf,
+    seconds: float = inf,
 ) -> Answer:
     """Whether a property holds for a network: its boxes are split until that is proved, or an input violates it.
 

@@ -6,10 +6,10 @@ Everything the norm depends on follows from these integers.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd, inf, nextafter, sqrt
 from typing import Literal, get_args
 
 import torch
@@ -90,7 +90,7 @@ def padding_norm(axis: Axis, padding: PaddingMode) -> float:
         most = max(axis.left, axis.right)
         sizes = range(max(1, smallest_size(axis, padding)), 2 * most + 4)
     copies = max(max(Counter(replace(axis, size=n).pixels(padding)).values()) for n in sizes)
-    return math.nextafter(math.sqrt(copies), math.inf)
+    return nextafter(sqrt(copies), inf)
 
 
 def smallest_size(axis: Axis, padding: PaddingMode) -> int:
@@ -137,7 +137,7 @@ def zero_lattice(axis: Axis) -> Lattice | None:
     A circulant of size N contains the operator if differences `m − j` of coarse input and output positions alias to no
     other tap: with m in [m0, m1], j in [j0, j1] and taps 0 … Q that means `N ≥ max(m1 − j0 + 1, Q + 1 + j1 − m0)`.
     """
-    g = math.gcd(axis.stride, axis.dilation)
+    g = gcd(axis.stride, axis.dilation)
     s = axis.stride // g
     d = axis.dilation // g
     taps, phases, length = _phase_taps(axis.kernel, s, d)
@@ -187,16 +187,14 @@ def circular_lattice(axis: Axis) -> tuple[Lattice, float] | None:
         return (Lattice(taps, phases, length, None), _repeats_any_size(axis)) if s == 1 else None
     if n % s:
         return None
-    g = math.gcd(s, d)
+    g = gcd(s, d)
     n = n // g
     s = s // g
     d = d // g
     copies = -(-axis.out // (n // s))
     taps, phases, length = _phase_taps(axis.kernel, s, d)
-    size = n // math.gcd(n, d) if s == 1 else n // s
-    return Lattice(taps, phases, length, size), math.sqrt(copies) * (
-        1 + 2.0**-52 if copies > 1 else 1
-    )
+    size = n // gcd(n, d) if s == 1 else n // s
+    return Lattice(taps, phases, length, size), sqrt(copies) * (1 + 2.0**-52 if copies > 1 else 1)
 
 
 def is_whole_circle(axis: Axis) -> bool:
@@ -209,7 +207,7 @@ def _repeats_any_size(axis: Axis) -> float:
     for n in range(max(1, axis.left, axis.right), axis.left + axis.right + 2):
         out = (n + axis.left + axis.right - axis.reach - 1) // axis.stride + 1
         worst = max(worst, -(-out // n))
-    return math.sqrt(worst) * (1 + 2.0**-52 if worst > 1 else 1)
+    return sqrt(worst) * (1 + 2.0**-52 if worst > 1 else 1)
 
 
 def _phase_taps(kernel: int, s: int, d: int) -> tuple[tuple[tuple[int, int], ...], int, int]:

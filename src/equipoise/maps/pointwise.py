@@ -7,9 +7,9 @@ GELU, SiLU and Mish exceed 1, and their slopes go below 0; `GELU'(x) + GELU'(−
 for SiLU, which gives their lower ends.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import copysign, inf, log
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ class Pointwise:
 
     slopes: tuple[float, float]
     function: Function | None = field(default=None, repr=False, compare=False)
-    curvature: float = math.inf
+    curvature: float = inf
     at_zero: float = 0.0
-    peak: float = math.inf
+    peak: float = inf
     hinge: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
     everywhere: bool = True
     exact: bool = False  # `function` does not round
@@ -97,9 +97,9 @@ def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise
     """
     side = scale * alpha * inner
     if scale != 1 or inner != 1:  # else nothing was rounded
-        side = inflate(abs(side)) * math.copysign(1, side)
+        side = inflate(abs(side)) * copysign(1, side)
     slopes = (min(0.0, side), max(scale, side))
-    curvature = inflate(abs(side) * inner) if alpha * inner == 1 else math.inf
+    curvature = inflate(abs(side) * inner) if alpha * inner == 1 else inf
     return Pointwise(slopes, lambda x: torch.where(x > 0, scale * x, scale * alpha * torch.expm1(inner * x.clamp_max(0))),
                      curvature)  # fmt: skip
 
@@ -119,7 +119,7 @@ def softplus(beta: float = 1.0) -> Pointwise:
         (0.0, 1.0),
         lambda x: torch.logaddexp(beta * x, torch.zeros_like(x)) / beta,
         inflate(beta / 4),
-        inflate(math.log(2) / beta),
+        inflate(log(2) / beta),
     )
 
 
@@ -142,7 +142,7 @@ def clamp(low: float | Tensor | None = None, high: float | Tensor | None = None)
     a, b = (None if v is None else float64(v) for v in (low, high))
     ends = [float(v.abs().max()) for v in (a, b) if v is not None and v.numel()]
     inside = (a is None or float(a.max()) <= 0) and (b is None or float(b.min()) >= 0)
-    peak = max(ends) if a is not None and b is not None else math.inf
+    peak = max(ends) if a is not None and b is not None else inf
     return Pointwise(
         (0.0, 1.0),
         lambda x: torch.clamp(x, a, b),

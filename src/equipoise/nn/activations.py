@@ -141,12 +141,11 @@ class HouseholderActivation(Described):
     tensor([[3., 5., 1., 4.]], grad_fn=<RoundBackward1>)
     """
 
-    __constants__ = ("channels", "dim")
+    __constants__ = ("channels",)
 
     def __init__(
         self,
         channels: int,
-        dim: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,25 +156,20 @@ class HouseholderActivation(Described):
                 f"Householder works on pairs: the number of channels must be even, got {channels}"
             )
         self.channels = channels
-        self.dim = dim
         self.theta = nn.Parameter(
             torch.full((channels // 2,), math.pi / 2, device=device, dtype=dtype)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """The reflected pairs."""
-        if x.shape[self.dim] != self.channels:
-            raise InputError(
-                f"expected {self.channels} channels in dimension {self.dim}, got {tuple(x.shape)}"
-            )
-        shape = [1] * x.dim()
-        shape[self.dim] = self.channels // 2
-        half = self.theta.reshape(shape) / 2
+        if x.shape[1] != self.channels:
+            raise InputError(f"expected {self.channels} channels, got {tuple(x.shape)}")
+        half = self.theta.reshape(-1, *[1] * (x.dim() - 2)) / 2
         s = half.sin()
         c = -half.cos()
-        a, b = x.chunk(2, self.dim)
+        a, b = x.chunk(2, 1)
         t = 2 * (s * a + c * b).clamp(max=0)
-        return torch.cat([a - t * s, b - t * c], self.dim)
+        return torch.cat([a - t * s, b - t * c], 1)
 
     @by_construction(1.0)
     def lipschitz_upper(self, input_shape: Shape) -> Bound:

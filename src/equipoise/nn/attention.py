@@ -61,7 +61,7 @@ Heads are coordinates of their own of q, each with its δ.
 """
 
 import functools
-import math
+from math import exp, inf, sqrt
 from typing import Any
 
 import torch
@@ -92,8 +92,8 @@ def _product_root(value: float, shift: float) -> float:
     """x ≥ 0 with `x·e^{x + shift} ≥ value`, as small as rounding allows: W₀ from above, checked by substitution."""
     if value <= 0:
         return 0.0
-    x = float(lambertw(value * math.exp(-shift)).real)
-    while x * math.exp(x + shift) * (1 - 1e-13) < value:
+    x = float(lambertw(value * exp(-shift)).real)
+    while x * exp(x + shift) * (1 - 1e-13) < value:
         x = x * (1 + 1e-13) + 1e-300
     return x
 
@@ -110,8 +110,8 @@ def attention_gain(tokens: int) -> float:
         return 1.0
     omega = _product_root(tokens - 1, 1.0)
     sums = [
-        math.sqrt(1 + 4 * theta * omega)
-        * math.sqrt(1 + (tokens - 1) * _product_root(math.exp(theta - 1), 0.0) / theta)
+        sqrt(1 + 4 * theta * omega)
+        * sqrt(1 + (tokens - 1) * _product_root(exp(theta - 1), 0.0) / theta)
         for theta in _THETAS
     ]
     return inflate((min(sums) + 2 * omega) * (1 + 1e-12))
@@ -169,7 +169,7 @@ class L2Attention(Described):
         scores = tau * (2 * q @ q.mT - q.square().sum(-1)[:, :, None, :])
         if self.causal:
             hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
-            scores = scores.masked_fill(hidden, -math.inf)
+            scores = scores.masked_fill(hidden, -inf)
         mixed = (scores.softmax(-1) @ q).transpose(1, 2).reshape(batch, tokens, width)
         return self.output(mixed) / self.scale
 
@@ -187,7 +187,7 @@ class L2Attention(Described):
     def token_upper(self, input_shape: Shape) -> Bound:
         """`‖W_O‖·(1 + 4ω)·√heads·‖W‖/scale`, in `max over tokens of ℓ2`."""
         tokens = input_shape[0]
-        grown = (1 + 4 * _product_root(tokens - 1, 1.0)) * math.sqrt(self.heads) * (1 + 1e-12)
+        grown = (1 + 4 * _product_root(tokens - 1, 1.0)) * sqrt(self.heads) * (1 + 1e-12)
         value = self.lipschitz_upper(input_shape).value * inflate(grown / attention_gain(tokens))
         return Bound(inflate(value), Kind.UPPER, "L2 attention")
 
@@ -243,7 +243,7 @@ class ConvexAttention(CPL):
         """
         super().build(plain)
         _check_heads(self.hidden, heads)
-        require_number(window, "window", least=0, most=0 if memory else math.inf, whole=True)
+        require_number(window, "window", least=0, most=0 if memory else inf, whole=True)
         self.heads, self.memory, self.window = heads, memory, window
         self.log_threshold = nn.Parameter(self.raw.new_zeros(heads))
         self.logits = nn.Parameter(self.raw.new_zeros(heads, window))
@@ -274,7 +274,7 @@ class ConvexAttention(CPL):
                 pulls = pulls * single_down(2 / tokens)
             force = pulls.sum(-1, keepdim=True) * q - pulls @ q
         y = x - functional.linear(force.transpose(-2, -3).flatten(-2), U.mT)
-        return y * single_down(math.sqrt(0.5)) if self.window else y
+        return y * single_down(sqrt(0.5)) if self.window else y
 
     def bound(self, tensors: Tensors, input_shape: Shape) -> Bound:
         """`max(1, 2‖U‖² − 1)`; with a window from `t = ‖U‖²·Σa`.
@@ -291,14 +291,14 @@ class ConvexAttention(CPL):
         t = inflate(total * norm**2)
         value = 1 + 2 * t
         if (weights >= 0).all():
-            value = math.sqrt(1 + t + 4 * t * max(0.0, t - 1))
-        return Bound(inflate(value * math.sqrt(0.5)), Kind.UPPER, "causal convex attention")
+            value = sqrt(1 + t + 4 * t * max(0.0, t - 1))
+        return Bound(inflate(value * sqrt(0.5)), Kind.UPPER, "causal convex attention")
 
     def token_upper(self, input_shape: Shape) -> Bound:
         """The bound of the module's text in `max over tokens of ℓ2`."""
         value = self.lipschitz_upper(input_shape).value
         if self.window:
-            value *= inflate(math.sqrt(2 * self.heads))
+            value *= inflate(sqrt(2 * self.heads))
         elif not self.memory:
             value = 2 * value + 1
         return Bound(inflate(value), Kind.UPPER, "convex attention")

@@ -13,9 +13,9 @@ lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1
 distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, sqrt
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ Reduction = Literal["mean", "sum", "none"]
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
 _ABOVE = 1 + 2.0**-36
 #: 3/2·√2: the offset of the thesis, in units of the constant
-OFFSET = 1.5 * math.sqrt(2)
+OFFSET = 1.5 * sqrt(2)
 
 
 def offset_cross_entropy(
@@ -77,7 +77,7 @@ def margin_hinge(
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    needed = math.sqrt(2) * lipschitz * epsilon
+    needed = sqrt(2) * lipschitz * epsilon
     return functional.relu(needed - margin(z.double(), y)).mean().to(z.dtype)
 
 
@@ -92,7 +92,7 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
     tensor([1.])
     """
     _checked(z, y)
-    return _own(z, y) - z.masked_fill(one_hot(z, y).bool(), -math.inf).amax(1)
+    return _own(z, y) - z.masked_fill(one_hot(z, y).bool(), -inf).amax(1)
 
 
 def pair_constants(
@@ -123,7 +123,7 @@ def pair_constants(
         present, place = y.unique(return_inverse=True)
         distance = _lengths(weight[present][:, None, :] - weight[None])[place]
     elif classes is not None:
-        distance = math.sqrt(2) * torch.ones(len(y), classes, dtype=torch.float64, device=y.device)
+        distance = sqrt(2) * torch.ones(len(y), classes, dtype=torch.float64, device=y.device)
     else:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
@@ -179,9 +179,9 @@ def gloro_logits(
     z = z.double()
     j = z.argmax(1)
     lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
-    bottom = lifted.masked_fill(one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
+    bottom = lifted.masked_fill(one_hot(z, j).bool(), -inf).amax(1, keepdim=True)
     # the sum was rounded, perhaps down
-    above = torch.nextafter(bottom.detach(), bottom.new_tensor(math.inf))
+    above = torch.nextafter(bottom.detach(), bottom.new_tensor(inf))
     return torch.cat([z, bottom + (above - bottom.detach())], 1)
 
 

@@ -15,7 +15,7 @@ the parameters' dtype of unit roundoff u, moves the norm by at most `u·√(taps
 References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling); Miyato et al. 2018 (spectral normalisation).
 """
 
-import math
+from math import prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -60,7 +60,7 @@ def check_steps(t: int) -> None:
 
 def _in_closed_form(K: Tensor, t: int) -> bool:
     """Whether `_Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
-    wide = t > 1 and math.prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
+    wide = t > 1 and prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
     return not wide and bool(largest_exponent(K, 0).abs().amax() <= 30)
 
 
@@ -83,7 +83,7 @@ def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tens
 
 def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """Row sums `Σ_j T_ij q_j/q_i` as computed, and at least the exact ones, both (g, n)."""
-    delta = rounding(K.shape[1], K.shape[2], math.prod(K.shape[3:]), t)
+    delta = rounding(K.shape[1], K.shape[2], prod(K.shape[3:]), t)
     plain = weighted = total.sum(-1)
     if log_q is not None:
         log_q = log_q.to(total.device, total.dtype).clamp(-_LOG_Q, _LOG_Q)
@@ -182,11 +182,11 @@ def _factor(like: Tensor) -> float:
 
 def _shrunk(like: Tensor) -> float:
     """1 minus what rounding to the dtype adds to the norm."""
-    taps = math.prod(like.shape[3:])
+    taps = prod(like.shape[3:])
     u = unit_roundoff(like.dtype)
     return (
         1
-        - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2]))
+        - 1.01 * u * sqrt(taps * min(like.shape[1], like.shape[2]))
         - 8 * unit_roundoff(torch.float64)
     )
 
@@ -259,7 +259,7 @@ class SN(Parametrization):
     def bound(self, raw: Tensor) -> tuple[Tensor, float]:
         """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable."""
         geometry = self.geometry
-        if math.prod(geometry.shape[2:]) > 1:
+        if prod(geometry.shape[2:]) > 1:
             return symbol_norm(
                 polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid
             )
@@ -307,7 +307,7 @@ class SR(Parametrization):
         require_one_of(Side, side=side)
         self.t = t
         self.lattices = _lattices(geometry)
-        ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
+        ins = prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
         out = geometry.shape[0] // geometry.groups
         self.transposed = side == "output" or (side == "smaller" and out < ins)
         zeros = torch.zeros(geometry.groups, out if self.transposed else ins, **self.factory)

@@ -6,10 +6,10 @@ size known), or is bounded by the supremum over all frequencies. Lower end: a Ra
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf, pi, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -90,9 +90,7 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
         lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
         method = f"{method}, materialised"
     note = (
-        ""
-        if upper <= (1 + rtol) * lower
-        else _why(conv, upper / lower - 1 if lower > 0 else math.inf)
+        "" if upper <= (1 + rtol) * lower else _why(conv, upper / lower - 1 if lower > 0 else inf)
     )
     return Bracket(min(lower, upper), upper, rtol, method, note)
 
@@ -117,10 +115,10 @@ def _by_symbol(
         exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
         method = "symbol on the circle"
         pairs = [circular_lattice(axis) for axis in conv.axes]
-        factor = math.prod(pair[1] for pair in pairs if pair is not None)
+        factor = prod(pair[1] for pair in pairs if pair is not None)
         # the stride does not divide the size: outputs are a selection of those of stride 1
         if None in pairs and conv.known:
-            factor = math.prod(_repeats(axis) for axis in conv.axes)
+            factor = prod(_repeats(axis) for axis in conv.axes)
             conv = conv.on(
                 [replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes]
             )
@@ -133,7 +131,7 @@ def _by_symbol(
             )
             return _times(upper, factor), lower if exact else 0.0, start, method
 
-    factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
+    factor = prod(padding_norm(axis, conv.padding) for axis in conv.axes)
     upper, lower, _ = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
     return (
         _times(upper, factor),
@@ -148,7 +146,7 @@ def _repeats(axis: Axis) -> float:
     assert axis.size is not None
     assert axis.out is not None
     visits = Counter(axis.stride * j % axis.size for j in range(axis.out))
-    return math.sqrt(max(visits.values())) * (1 + 2.0**-51)
+    return sqrt(max(visits.values())) * (1 + 2.0**-51)
 
 
 def _times(upper: float, factor: float) -> float:
@@ -202,7 +200,7 @@ def _search(
     groups, columns = kernel.shape[0], min(kernel.shape[1:3])
     grid = tuple(lattice.size for lattice in lattices if lattice.size is not None)
     whole = len(grid) == len(lattices)
-    points = math.prod(grid) if whole else 0
+    points = prod(grid) if whole else 0
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
     if whole and (
@@ -235,7 +233,7 @@ def _plane_wave(
     for axis, w, n in zip(conv.axes, omega, sizes, strict=True):
         i = torch.arange(n, dtype=torch.float64)
         wave = wave[..., None] * (
-            torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i)
+            torch.sin(pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i)
         )
     channels = co if adjoint else ci
     x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype)
@@ -265,7 +263,7 @@ def windowed_lower(
     correlation = symbol.offsets.new_ones(len(symbol.offsets))
     for j, n in enumerate(windows):
         n = min(n, 4096)
-        window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
+        window = torch.sin(pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
         r = [
             float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])
         ]
@@ -288,7 +286,7 @@ def windowed_lower(
 
 
 def _entries(conv: Convolution) -> float:
-    return float(math.prod(conv.output_shape)) * math.prod(conv.input_shape)
+    return float(prod(conv.output_shape)) * prod(conv.input_shape)
 
 
 def materialise(conv: Convolution) -> Tensor:
@@ -300,7 +298,7 @@ def materialise(conv: Convolution) -> Tensor:
     (out, ins), groups, size = conv.weight.shape[:2], conv.groups, conv.size
     pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
     one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
-    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
+    pixels = torch.eye(prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
     # (pixel, group, out, in, place)
     y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)
     blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
@@ -322,7 +320,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
 
     It goes on while it pays, until `enough` is reached: from the plane wave two or three steps nearly always do.
     """
-    rows, columns = math.prod(conv.output_shape), math.prod(conv.input_shape)
+    rows, columns = prod(conv.output_shape), prod(conv.input_shape)
     flops = 4.0 * rows * conv.kernel[0, 0].numel()
     shape = conv.input_shape
     steps = int(min(25, LANCZOS_FLOPS / flops, 2e8 / columns))
@@ -341,7 +339,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     x = v.double().reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)
-    pad = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
+    pad = prod(padding_norm(axis, conv.padding) for axis in conv.axes)
     size = float(frobenius(conv.kernel.abs().flatten(3).sum(-1)).max()) * (1 + 1e-10)
     error = gamma(2 * conv.kernel[0, 0].numel() + 8, torch.float64) * size * pad * 2
     dims = tuple(range(y.dim()))

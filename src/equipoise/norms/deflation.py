@@ -16,7 +16,7 @@ inequality alone would lose ‖D‖_F from the first step on.
 
 from __future__ import annotations
 
-import math
+from math import hypot, inf, isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def prove_rest(
     # every entry is a sum of products that is subtracted from one of G
     rounding = gamma(len(T) + 8, H.dtype) * (size + error + taken)
     if is_below(H, rho, inflate(error + inflate(2 * rounding))):
-        return T.double(), math.sqrt(inflate(rho))
+        return T.double(), sqrt(inflate(rho))
     return None
 
 
@@ -129,26 +129,26 @@ def deflated_bracket(
     # sums in float64 are covered by `slack`, the two products with A by γ‖A‖_F times the length of what is multiplied
     slack = gamma(32 * sum(A.shape) * k, torch.float64)
     g = gamma(max(A.shape) + 8, A.dtype)
-    lost = math.sqrt(A.numel() * torch.finfo(A.dtype).tiny)
-    first = 2 * g * size * math.sqrt(k) + lost
+    lost = sqrt(A.numel() * torch.finfo(A.dtype).tiny)
+    first = 2 * g * size * sqrt(k) + lost
     second = 2 * g * size * y + size * first + lost + slack * size * size
     spread = 2 * (defect + slack)
-    if not (spread < 0.5 and math.isfinite(c)):
-        return 0.0, math.inf, Q
-    a = inflate((math.sqrt(row * (1 + slack)) + first) / math.sqrt(1 - spread))
-    cross = inflate((c * (1 + slack) + second) / math.sqrt(1 - spread))
-    lower = max(0.0, deflate((math.sqrt(value) * (1 - slack) - first) / math.sqrt(1 + spread)))
-    b = inflate(math.hypot(rest, away * (1 + slack) + slack * size))
+    if not (spread < 0.5 and isfinite(c)):
+        return 0.0, inf, Q
+    a = inflate((sqrt(row * (1 + slack)) + first) / sqrt(1 - spread))
+    cross = inflate((c * (1 + slack) + second) / sqrt(1 - spread))
+    lower = max(0.0, deflate((sqrt(value) * (1 - slack) - first) / sqrt(1 + spread)))
+    b = inflate(hypot(rest, away * (1 + slack) + slack * size))
     if change is not None:
         D, drift = change
         # what D does to the directions themselves does not count
         inside = float(length((Q @ D.mT).double())) * (1 - slack) - first
-        inside = max(0.0, inside) / math.sqrt(1 + spread)
-        b = inflate(b + math.sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside))))
+        inside = max(0.0, inside) / sqrt(1 + spread)
+        b = inflate(b + sqrt(max(0.0, inflate(drift * drift) - deflate(inside * inside))))
     return lower, _largest(a, b, cross), _orthonormal(back).to(Q)
 
 
 def _largest(a: float, b: float, cross: float) -> float:
     """`√λ_max [[a², cross], [cross, b²]]`, rounded up."""
     middle, half = (a * a + b * b) / 2, (a * a - b * b) / 2
-    return inflate(math.sqrt(inflate(middle + math.hypot(half, cross))))
+    return inflate(sqrt(inflate(middle + hypot(half, cross))))

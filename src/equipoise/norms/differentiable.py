@@ -16,8 +16,8 @@ factorisation shows that they lie below that value.
 Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteration).
 """
 
-import math
 from collections.abc import Sequence
+from math import ceil, cos, inf, nan, pi, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -157,10 +157,10 @@ def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
                 "the circle; use a size that the stride divides, or spectral_norm for a bound without gradient"
             )
         lattices = [pair[0] for pair in pairs if pair is not None]
-        factor = math.prod(pair[1] for pair in pairs if pair is not None)
+        factor = prod(pair[1] for pair in pairs if pair is not None)
     else:
         if padding != "zeros":
-            factor = math.prod(padding_norm(axis, padding) for axis in conv.axes)
+            factor = prod(padding_norm(axis, padding) for axis in conv.axes)
             conv = conv.unpadded()
         lattices = [zero_lattice(axis) for axis in conv.axes]
     usable = [lattice for lattice in lattices if lattice is not None]
@@ -222,15 +222,13 @@ def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> flo
         frequencies: how many there are.
         dtype: arithmetic of the products.
     """
-    m, c, taps = max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
+    m, c, taps = max(kernel[1:3]), min(kernel[1:3]), prod(kernel[3:])
     if combining_pays(kernel, frequencies):
-        offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
+        offsets = (prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
         first = 8 * taps * c * (gamma(2 * m * taps + 8, torch.float64) + 1e-13 * sum(kernel[3:]))
-        first += (
-            8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * math.sqrt(offsets * c)
-        )
+        first += 8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * sqrt(offsets * c)
     else:
-        first = 4 * gamma(taps + 8, dtype) * math.sqrt(taps * c) + c * gamma(2 * m + 8, dtype)
+        first = 4 * gamma(taps + 8, dtype) * sqrt(taps * c) + c * gamma(2 * m + 8, dtype)
     return 1.5 * (first + c * gamma(2 * c + 8, dtype))
 
 
@@ -238,10 +236,10 @@ def _points(kernel: Tensor, grid: int, known: Sequence[int | None]) -> tuple[lis
     """Points per axis and the factor from them to the supremum: the exact grid where it is known and not much finer."""
     sizes, factor = [], 1.0
     for n, size in zip(kernel.shape[3:], known, strict=True):
-        coarse = max(1, math.ceil(grid * (n - 1) / 2))
+        coarse = max(1, ceil(grid * (n - 1) / 2))
         exact = size is not None and size <= 2 * coarse
         sizes.append(size if exact and size is not None else coarse)
-        factor /= 1.0 if exact or n == 1 else math.cos(math.pi * (n - 1) / (2 * coarse))
+        factor /= 1.0 if exact or n == 1 else cos(pi * (n - 1) / (2 * coarse))
     return sizes, factor
 
 
@@ -327,8 +325,8 @@ def _symbol_norm(
     """
     with full_precision(), torch.no_grad():
         if not bool(torch.isfinite(kernel).all()):
-            nothing = torch.full_like(kernel, math.nan) if want_gradient else kernel.new_empty(0)
-            return torch.full((), math.nan, dtype=torch.float64, device=kernel.device), nothing
+            nothing = torch.full_like(kernel, nan) if want_gradient else kernel.new_empty(0)
+            return torch.full((), nan, dtype=torch.float64, device=kernel.device), nothing
         kernel, e = rescaled(kernel)
         omega = grid_frequencies(tuple(sizes)).to(kernel.device)
         value, group, row = _largest(kernel, omega, iterations)
@@ -367,7 +365,7 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
     entries = max(kernel.shape[1] * kernel.shape[2], min(kernel.shape[1:3]) ** 2)
     symbol = Symbol.of(kernel, len(omega))
     per = max(1, CHUNK_BYTES // (2 * kernel.element_size() * groups * entries))
-    best, where = -math.inf, 0
+    best, where = -inf, 0
     for first in range(0, len(omega), per):
         part = omega[first : first + per].repeat_interleave(groups, 0)
         G = symbol.gram(torch.arange(len(part), device=part.device) % groups, part, kernel.dtype)
@@ -386,7 +384,7 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
 def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
     """Which of the Gram matrices are not proved to lie below `2^(2·best)`."""
     left = (log_s > best).nonzero()[:, 0]
-    if not len(left) or best == -math.inf or left.device.type != "cpu":  # proofs run on the CPU
+    if not len(left) or best == -inf or left.device.type != "cpu":  # proofs run on the CPU
         return left
     tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64)
     return left[~below(G[left], tau)]

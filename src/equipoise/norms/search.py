@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
+from math import ceil, cos, floor, inf, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
     if not points:
         counts = [sizes[0] // 2 + 1, *sizes[1:]]
         index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
-        omega = index * (2 * math.pi / torch.tensor(sizes).double())
+        omega = index * (2 * pi / torch.tensor(sizes).double())
     groups = symbol.kernel.shape[0]
     return Cells(
         torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims
@@ -115,7 +115,7 @@ class Search:
         stride = 1 + len(cells) // (SCOUTS * self.symbol.kernel.shape[0])
         self._scout(cells.take(cells.index[::stride]))
         self._choose_dtype()
-        step = tuple(3 * math.pi / n if n > 1 else 0.0 for n in sizes)
+        step = tuple(3 * pi / n if n > 1 else 0.0 for n in sizes)
         before = 0.0
         # uphill on the grid: a good first target saves proving everything twice
         while stride > 1 and self.best > before * (1 + self.tol / 4):
@@ -125,9 +125,9 @@ class Search:
 
     def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
         """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
-        step = [2 * math.pi / n for n in sizes]
+        step = [2 * pi / n for n in sizes]
         nearest = [
-            [math.floor(float(w) / h), math.ceil(float(w) / h)]
+            [floor(float(w) / h), ceil(float(w) / h)]
             for w, h in zip(self.where[1], step, strict=True)
         ]
         points = [
@@ -142,11 +142,11 @@ class Search:
     def over_all(self) -> SymbolBound:
         """Supremum over all frequencies."""
         reach = 0.8 / max(1, sum(d > 0 for d in self.degrees))
-        sizes = tuple(max(1, 2 * math.ceil(math.pi * d / reach / 2)) for d in self.degrees)
+        sizes = tuple(max(1, 2 * ceil(pi * d / reach / 2)) for d in self.degrees)
         cells = grid_cells(self.symbol, sizes, points=False)
-        cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
+        cells.half = tuple(pi / n if n > 1 else 0.0 for n in sizes)
         if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
-            return SymbolBound(math.inf, 0, self.where[1], False)
+            return SymbolBound(inf, 0, self.where[1], False)
         self._scout(cells)
         self._choose_dtype()
         self._climb(cells.half)
@@ -164,9 +164,7 @@ class Search:
         """Float32 where its rounding costs less than a third of the tolerance, else float64."""
         # halfway to what is enough: a bound with room lasts for more steps
         if 0 < self.best < self.target:
-            self.target = max(
-                self.best * (1 + self.tol) ** 2, math.sqrt(self.best) * math.sqrt(self.target)
-            )
+            self.target = max(self.best * (1 + self.tol) ** 2, sqrt(self.best) * sqrt(self.target))
         best = max(self.best, 1e-300)
         error = float(self.symbol.gram_error(torch.float32).max()) / best
         if error >= self.tol * 2 / 3:
@@ -192,12 +190,12 @@ class Search:
     def _threshold(self, cells: Cells) -> Tensor:
         """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
-        by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
+        by_angle = self.target * cos(min(turn * (1 + 1e-12), pi / 2)) ** 2 * (1 - 1e-14)
         thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64)
         variation = self.symbol.variation
         if variation is not None and any(cells.half):
             half = torch.tensor(cells.half, dtype=torch.float64)
-            angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)
+            angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(pi / 2)
             moved = inflate(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
             thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
         return thresholds
@@ -274,7 +272,7 @@ class Search:
             if not proved:  # out of budget: widen the target to what the centres allow
                 turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
                 self.target = max(
-                    self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2
+                    self.target, self.best * (1 + self.tol) / cos(min(turn, 1.5)) ** 2
                 )
             before = self.target
             cells = self._prove(cells, self._threshold(cells))
@@ -318,7 +316,7 @@ def _split(cells: Cells, halved: bool, parts: int = 3) -> Cells:
     omega = (cells.omega[:, None] + moves).flatten(0, 1)
     groups = cells.groups.repeat_interleave(len(moves))
     if halved:
-        keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
+        keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= pi + 1e-9)
         omega, groups = omega[keep], groups[keep]
     slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap
     return Cells(groups, omega, tuple(h / parts * slack for h in cells.half))

@@ -1,6 +1,6 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
-import math
+from math import inf, isfinite
 from typing import Literal
 
 import torch
@@ -87,14 +87,14 @@ def operator_norm(
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, -2.0], [0.0, 4.0]]))
-    >>> [round(float(operator_norm(layer, p)), 3) for p in (1, math.inf)]
+    >>> [round(float(operator_norm(layer, p)), 3) for p in (1, inf)]
     [6.0, 4.0]
     """
     if p == 2:
         return Bound(
             float(spectral_norm(module, input_size=input_size).upper), Kind.UPPER, "spectral_norm"
         )
-    if p not in (1, math.inf):
+    if p not in (1, inf):
         raise InputError(f"p must be 1, 2 or ∞ (math.inf), got {p}")
     bracket = induced_norm(module, "l1" if p == 1 else "linf", input_size=input_size)
     return Bound(bracket.upper, Kind.UPPER, bracket.method)
@@ -139,7 +139,7 @@ def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float) -> B
     for _ in range(60):
         if float(bound) <= radius:
             return bound
-        if not math.isfinite(float(bound)):
+        if not isfinite(float(bound)):
             break
         W.mul_(radius / float(bound) * (1 - margin))
         # rounding of the scaled weights may leave it just above

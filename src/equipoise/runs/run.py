@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -381,10 +381,7 @@ class Run:
                 "a proved run has no risk and no procedure: there is nothing to derive anew"
             )
         ball = BALLS[self.settings.norm]
-        about = (
-            f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball, for the real "
-            "function of the stored weights, evaluated in float64 with its rounding covered."
-        )
+        about = f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball."
         procedure = "deterministic" if ball == "ℓ2" else f"deterministic, {ball}"
         answer = self._column("answer")
         radius = self._column("radius").astype(np.float64)
@@ -461,9 +458,9 @@ class Run:
         certified = self.certified(results)
         nearest: dict[InputId, float] = {}
         for row in self.attacks():
-            distance = row.distance if row.success and row.distance is not None else math.inf
+            distance = row.distance if row.success and row.distance is not None else inf
             if min(distance * (1 + 1e-12), row.epsilon) < certified.get(row.id, 0.0):
-                nearest[row.id] = min(distance, nearest.get(row.id, math.inf))
+                nearest[row.id] = min(distance, nearest.get(row.id, inf))
         broken = [
             Violation(name, distance, certified[name])
             for name, distance in nearest.items()
@@ -521,7 +518,7 @@ def as_levels(values: Any) -> list[float]:
     """Radii as numbers; anything else, and negative ones, are refused."""
     with explained("expected radii such as [0.25, 0.5]"):
         levels = [float(value) for value in values]
-    if not all(0 <= level < math.inf for level in levels):
+    if not all(0 <= level < inf for level in levels):
         raise InputError(f"radii must be finite and non-negative, got {levels}")
     return levels
 

@@ -21,8 +21,8 @@ Reference: after RCP1, randomized smoothing with one sample for robust conformal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from math import floor, inf, isfinite, nextafter
 
 import numpy as np
 import torch
@@ -105,11 +105,11 @@ class RobustConformal:
         moved = self.spec.grid.distance(self.spec.dimension) if self.spec.grid else 0.0
         shift = (radius + moved) / self.smoothed.sigma * (1 + _EPS)
 
-        risk = max(math.nextafter(alpha - variation, 0.0), 0.0)
-        z = math.nextafter(shift - float(quantile(risk)[0]), math.inf)
-        tail = float(ndtr(-z)) * (1 - _EPS * (1 + z * z)) - variation if math.isfinite(z) else 0.0
-        above = math.floor(max(0.0, tail) * (len(self.scores) + 1))  # n + 1 − k
-        return float(self.scores[-above]) if above else math.inf
+        risk = max(nextafter(alpha - variation, 0.0), 0.0)
+        z = nextafter(shift - float(quantile(risk)[0]), inf)
+        tail = float(ndtr(-z)) * (1 - _EPS * (1 + z * z)) - variation if isfinite(z) else 0.0
+        above = floor(max(0.0, tail) * (len(self.scores) + 1))  # n + 1 − k
+        return float(self.scores[-above]) if above else inf
 
     def predict(self, x: Tensor, radius: float, alpha: float = 0.1) -> Mask:
         """Which classes are in the set of each input, (N, classes), from one fresh draw each.

@@ -6,7 +6,7 @@ from its value in real arithmetic (a number, one per input, or one per logit); w
 `lipschitz.rounding.forward_error` gives one for a whole network.
 """
 
-import math
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from equipoise.core import (
 
 _DOWN = 1 - 2.0**-50
 _UP = 1 + 2.0**-50
-_INF = torch.tensor(math.inf, dtype=torch.float64)
+_INF = torch.tensor(inf, dtype=torch.float64)
 
 
 def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
@@ -52,7 +52,7 @@ def margins(logits: Tensor, labels: Tensor, error: Any = 0.0) -> Tensor:
     if off.any():
         both = torch.nextafter(off.gather(1, y) + off, _INF)
         gap = torch.nextafter(gap - both, -_INF)
-    return gap.scatter(1, y, math.inf)
+    return gap.scatter(1, y, inf)
 
 
 def _errors(error: Any, logits: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def margin_radius(
     radius = torch.where(
         torch.isfinite(radius), torch.nextafter(radius, torch.zeros_like(radius)), radius
     )
-    return radius.scatter(1, y[:, None], math.inf).amin(1)
+    return radius.scatter(1, y[:, None], inf).amin(1)
 
 
 def _slopes(lipschitz: Any, weight: Tensor | None, classes: int) -> Tensor:
@@ -142,4 +142,4 @@ def _slopes(lipschitz: Any, weight: Tensor | None, classes: int) -> Tensor:
             raise InputError(f"expected {classes} constants, one per logit, got {len(each)}")
         return (each[:, None] + each) * _UP
 
-    return float64(math.sqrt(2) * _UP * as_upper(lipschitz) * _UP)
+    return float64(sqrt(2) * _UP * as_upper(lipschitz) * _UP)

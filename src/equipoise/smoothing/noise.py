@@ -28,12 +28,12 @@ that is reported. A function that is L-Lipschitz in x is L·σ_max/σ_min-Lipsch
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from math import frexp, fsum, inf, nextafter, sqrt
 from typing import Any, Literal
 
 import numpy as np
@@ -144,7 +144,7 @@ class Grid:
     cells: float
 
     def __post_init__(self) -> None:
-        if not self.image and math.frexp(self.cells)[0] != 0.5:
+        if not self.image and frexp(self.cells)[0] != 0.5:
             raise InputError(f"a grid has 255 points per unit or a power of two, got {self.cells}")
         if not 1 / 64 <= self.sigma * self.cells <= _FINEST:
             raise InputError(
@@ -175,7 +175,7 @@ class Grid:
         """What to subtract from radii: nothing for 8-bit images; else `h·√d`, for x and for x' rounded to the grid."""
         if self.image:
             return 0.0
-        return float(np.nextafter(self.step * math.sqrt(dimension) * (1 + 2.0**-50), math.inf))
+        return float(np.nextafter(self.step * sqrt(dimension) * (1 + 2.0**-50), inf))
 
     def integers(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """The place of x on the grid; a point beside the 8-bit grid is refused."""
@@ -209,7 +209,7 @@ class Grid:
 
 def power_of_two(sigma: float) -> float:
     """Points per unit for data that is not 8-bit: between 1024 and 2048 steps per σ."""
-    return 2.0 ** (11 - math.frexp(sigma)[1])
+    return 2.0 ** (11 - frexp(sigma)[1])
 
 
 def is_image(x: NDArray[np.float64]) -> bool:
@@ -348,7 +348,7 @@ class NoiseSpec:
         if not self.grids:
             return 0.0
         each = self.dimension // len(self.grids)
-        return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0)
+        return nextafter(fsum(g.variation(each) for g in self.grids), 1.0)
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
         """Write noisy copies of x into a buffer (chunk, *x.shape): `x + σ·g`, or `(k_x + k)·h` with integers k on a grid.

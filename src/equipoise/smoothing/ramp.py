@@ -12,7 +12,7 @@ Model of the special functions: `ndtr`, `ndtri`, `exp` of scipy and numpy are ta
 `2^-48·(1 + x²)`, which the tests check against 50-digit arithmetic; every result below is widened by that much.
 """
 
-import math
+from math import pi, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,7 +25,7 @@ _ROUND = 2.0**-50  # a handful of rounded operations
 _THIN = 0.01  # below this width J(x) − J(x − a) cancels and the series is used
 _TINY = 1e-290  # probabilities below are replaced by this one (lower end) or by 0 (upper end)
 _BLOCK = 1 << 13
-_INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
+_INV_SQRT_2PI = 1 / sqrt(2 * pi)
 
 
 def quantile(p: ArrayLike) -> tuple[Floats, Floats]:

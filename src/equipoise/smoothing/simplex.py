@@ -4,9 +4,9 @@
 temperature T certifies exactly what mass 1 at temperature r·T does; the mass matters for margins of the plain network.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -67,9 +67,9 @@ class _Row(NamedTuple):
 
 
 _MAPS = {
-    "softmax": _Row(lambda z: z.softmax(-1), lambda c: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2),
-    "sparsemax": _Row(sparsemax, lambda c: math.sqrt((c - 1) / c), math.sqrt(2)),
-    "hardmax": _Row(hardmax, lambda c: math.inf, math.inf),
+    "softmax": _Row(lambda z: z.softmax(-1), lambda c: 1 / (2 * sqrt(2)), sqrt(2) / 2),
+    "sparsemax": _Row(sparsemax, lambda c: sqrt((c - 1) / c), sqrt(2)),
+    "hardmax": _Row(hardmax, lambda c: inf, inf),
 }
 
 

@@ -12,10 +12,10 @@ hidden entry, whether others may have that value too: a vote is a function of th
 Reference: Levine & Feizi 2020, Robustness certificates for sparse adversarial attacks by randomized ablation (theorem 1).
 """
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -111,9 +111,7 @@ def ablation_substitutions(certificates: Certificates, tokens: int, kept: int) -
     require_type(certificates, Certificates, "certificates")
     require_counts(tokens=tokens)
     require_number(kept, "kept", least=1, most=tokens, whole=True)
-    same = [
-        Fraction(math.comb(tokens - r, kept), math.comb(tokens, kept)) for r in range(tokens + 1)
-    ]
+    same = [Fraction(comb(tokens - r, kept), comb(tokens, kept)) for r in range(tokens + 1)]
     changes = [2 * (1 - share) for share in same]
     gaps = np.where(certificates.direct, 0.0, certificates.p_lower - certificates.p_upper)
     # the difference of two shares is rounded by at most half a unit in the last place

@@ -77,6 +77,13 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         nn.Flatten(),
         eq.nn.SRLinear(64, 5),
     ),
+    "resampling": lambda: behind(
+        64,
+        nn.Upsample(scale_factor=1.5, mode="bilinear"),
+        CONV(2, 1, 3),
+        nn.SiLU(),
+        nn.Upsample(8, mode="nearest"),
+    ),
     "sorting": lambda: behind(
         64, CONV(2, 4, 1), eq.nn.GroupSort(2), eq.nn.HouseholderActivation(4)
     ),
@@ -207,9 +214,10 @@ def _other(op: str, a: Document, weights: Mapping[str, Tensor], x: Tensor) -> tu
         "clamp": lambda: x.clamp(a["min"], a["max"]),
         "tanh": lambda: x.tanh(),
         "sigmoid": lambda: x.sigmoid(),
+        "silu": lambda: functional.silu(x),
         "softplus": lambda: functional.softplus(x, a["beta"], 1e9),
     }
-    return functions[op](), 0.25 if op == "sigmoid" else 1.0
+    return functions[op](), {"sigmoid": 0.25, "silu": 1.1}.get(op, 1.0)
 
 
 def is_true(folder: Path) -> bool:

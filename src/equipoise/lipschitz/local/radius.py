@@ -6,10 +6,10 @@ for callers that capture a network once and send it batch after batch.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -22,13 +22,14 @@ from equipoise.core import (
     Shape,
     deflate,
     float64,
+    frobenius,
     inflate,
     proving,
     require_labels,
     require_one_of,
     require_positive,
 )
-from equipoise.lipschitz.capture import as_batch, capture
+from equipoise.lipschitz.capture import Program, as_batch, capture
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Ball, Norm
@@ -70,7 +71,7 @@ _TRIES = 10
 class Radii:
     """Per sample: a proved radius, the rival that limits it, and the method that proved it.
 
-    `radius` is about the real function of the stored weights: its margins are evaluated in `precision` with their rounding
+    `radius` is about the real function of the stored weights: its margins are evaluated in float64 with their rounding
     covered. `deployed` holds the radii for a forward pass in float32, where they were asked for. `predictions` are the
     classes with the largest value; an input can be classified as labelled with nothing proved (`right`, radius 0). `margins`
     are those at the inputs against `rivals`: proved (rounded down) where the radius is positive, else as evaluated.
@@ -88,7 +89,6 @@ class Radii:
     seconds: tuple[float, ...] = field(default=(), compare=False)
     note: str = ""
     deployed: Tensor | None = None
-    precision: str = "float64"
     epsilon: float | None = None
     broken: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
@@ -103,11 +103,10 @@ class Radii:
     @property
     def verdicts(self) -> tuple[str, ...]:
         """`proved`, `broken` or `undecided` at `epsilon`, for every sample."""
-        epsilon = math.inf if self.epsilon is None else self.epsilon
-        unproved = ("broken" if n in self.broken else "undecided" for n in range(len(self)))
+        epsilon = inf if self.epsilon is None else self.epsilon
         return tuple(
-            "proved" if radius >= epsilon else other
-            for radius, other in zip(self.radius.tolist(), unproved, strict=True)
+            "proved" if radius >= epsilon else "broken" if n in self.broken else "undecided"
+            for n, radius in enumerate(self.radius.tolist())
         )
 
     def accuracy(self, epsilon: float) -> float:
@@ -137,7 +136,8 @@ def certified_radius(
     * `pairs`: `min_k (f_y − f_k)(x)/(L'·‖w_y − w_k‖)`, w the rows of the last layer and L' the bound of what comes before it
       (what a 1-Lipschitz network is made for);
     * `linf`, `l1`: the same with product bounds in those norms, `margin/(2·L_∞)` and `margin/L_1`, or by pairs;
-    * `boxes`: the same with constants of a ball, where the methods below do not read the network (attention, layer norms);
+    * `boxes`: the same with constants of a ball, where the methods below do not read the network (attention, layer norms), or
+      it has no others (gates, powers): radii then go up to the length of the input;
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1), with optimised slopes and, in ℓ2, on
       the ball that every layer stays in;
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
@@ -186,18 +186,20 @@ def certified_radius(
 class Certifier:
     """A network, captured and bounded once: `radii` certifies batch after batch of inputs.
 
-    `constants` holds, by method, upper bounds of the constants of `f_i − f_j` (classes, classes) in the norm of the ball.
+    `constants` holds, by method, upper bounds of the constants of `f_i − f_j` (classes, classes) in the norm of the ball, good
+    for radii up to `largest`. Where the network has constants of balls only, every sample gets a certifier of its own.
     """
 
     run: Propagation
+    largest: float
     cache: Cache
     norm: Norm
     effort: Effort
     classes: int
-    rounding: Rounding
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    network: Network | None = None
     deployed: Deployed | None = None
+    rounding: Rounding = field(init=False)
+    constants: dict[str, Tensor] = field(init=False, default_factory=dict)
+    network: Network | None = field(init=False, default=None)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -232,20 +234,24 @@ class Certifier:
                 f"a classifier has one output (batch, classes ≥ 2), this model's output has shape {shapes}"
             )
 
+        cache = Cache(rtol)
         with proving():
-            cache = Cache(rtol)
-            run = propagate(program, None, rtol, cache)
-            rounding = Rounding(run, cache)
-            certifier = cls(run, cache, norm, effort, shapes[0][1], rounding, deployed=deployed)
-            certifier._take_constants()
-            certifier._read_network()
-            certifier._check_rounding()
-        return certifier
+            try:
+                run, largest = propagate(program, None, rtol, cache), LARGEST
+            except Refused:
+                run, largest = _on_ball(program, cache, norm, example)
+            return cls(run, largest, cache, norm, effort, shapes[0][1], deployed)
+
+    def __post_init__(self) -> None:
+        self.rounding = Rounding(self.run, self.cache)
+        self._take_constants()
+        self._read_network()
+        self._check_rounding()
 
     @property
     def note(self) -> str:
         """What the radii are about, and what was left out, and why."""
-        about = "about the real function of the stored weights, evaluated in float64"
+        about = "Radii are about the real function of the stored weights; the rounding of margins in float64 is covered"
         if self.deployed is not None:
             about += f"; `deployed`: as evaluated in {self.deployed}"
         return "; ".join([about, *self.notes])
@@ -262,15 +268,12 @@ class Certifier:
         if "pairs" not in self.constants:
             self._say("no constants by pairs: the network does not end in a linear layer")
 
-        d = math.prod(self.shape)
-        factors = {
-            "l2": {"linf": 1.0, "l1": math.sqrt(d) * (1 + 2.0**-50)},
-            "linf": {"linf": 1.0, "l1": float(d)},
-            "l1": {"linf": 1.0, "l1": 1.0},
-        }[self.norm]
+        d = prod(self.shape)
+        longest = {"l2": sqrt(d) * (1 + 2.0**-50), "linf": float(d), "l1": 1.0}[self.norm]
         for order in ("linf", "l1"):
+            factor = longest if order == "l1" else 1.0
             try:
-                self.constants[order] = inflate(induced_pairs(self.run, order) * factors[order])
+                self.constants[order] = inflate(induced_pairs(self.run, order) * factor)
             except Refused as reason:
                 if order == self.norm:
                     self._say(f"no product bound in {order}: {reason}")
@@ -288,12 +291,11 @@ class Certifier:
     @property
     def root(self) -> float:
         """`‖δ‖₂` is at most this many times the norm of the ball."""
-        exact = self.norm != "linf"
-        return 1.0 if exact else math.sqrt(math.prod(self.shape)) * (1 + 2.0**-50)
+        return _root(self.norm, self.shape)
 
     def _in_l2(self, logs: Mapping[fx.Node, float]) -> dict[str, Tensor]:
         """Constants of all pairs of classes from bounds of the nodes in ℓ2, given as logarithms."""
-        both = inflate(math.sqrt(2) * exp_up(logs[self.output]) * self.root)
+        both = inflate(sqrt(2) * exp_up(logs[self.output]) * self.root)
         found = {"global": torch.full((self.classes, self.classes), both, dtype=torch.float64)}
         pairs = pair_constants(self.run, logs)
         return found if pairs is None else found | {"pairs": inflate(pairs * self.root)}
@@ -302,6 +304,8 @@ class Certifier:
         """The network for the relaxation, or a note why there is none."""
         if self.effort == "fast":
             return
+        if self.largest < LARGEST:
+            return self._say("constants of balls only: the network has none of the whole space")
         try:
             network = read_network(self.run, self.cache)
         except Unsupported as reason:
@@ -363,10 +367,12 @@ class Certifier:
 
         rows: list[dict[str, Any]] = []
         with proving():
-            for row in self._rows(x, y, epsilon, complete, seconds):
-                rows.append(row)
-                if progress is not None:
-                    progress(len(rows), len(x))
+            for certifier, part in self._parts(x, epsilon):
+                some = None if y is None else y[part]
+                for row in certifier._rows(x[part], some, epsilon, complete, seconds):
+                    rows.append(row)
+                    if progress is not None:
+                        progress(len(rows), len(x))
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([row[name] for row in rows], dtype=dtype)
@@ -390,6 +396,16 @@ class Certifier:
             },
         )
 
+    def _parts(self, x: Tensor, epsilon: float | None) -> Iterator[tuple[Certifier, slice]]:
+        """Who certifies which samples."""
+        if self.largest == LARGEST:
+            yield self, slice(None)
+            return
+        for n in range(len(x)):
+            part = slice(n, n + 1)
+            run, largest = _on_ball(self.run.program, self.cache, self.norm, x[part], epsilon)
+            yield replace(self, run=run, largest=largest), part
+
     def _rows(
         self,
         x: Tensor,
@@ -406,21 +422,19 @@ class Certifier:
 
         # margins[n, k] = f_y − f_k, proved from below; the label's own column never limits
         own = torch.nn.functional.one_hot(y, self.classes).bool()
-        evaluated = (values.gather(1, y[:, None]) - values).masked_fill(own, math.inf)
+        evaluated = (values.gather(1, y[:, None]) - values).masked_fill(own, inf)
         rounding = inflate(error.gather(1, y[:, None]) + error)
         rounding += 2.0**-49 * (rounding + 2 * values.abs().amax(1, keepdim=True))
         wrong = ((evaluated + rounding) < 0).any(1)
         margins = evaluated - rounding
-        margins = margins.masked_fill(own, math.inf).nan_to_num(
-            nan=-math.inf, posinf=math.inf, neginf=-math.inf
-        )
+        margins = margins.masked_fill(own, inf).nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
 
         stacked = torch.stack(list(self.constants.values()))
         best = stacked.amin(0)[y]  # (samples, classes)
         radii = torch.where(margins > 0, deflate(margins / best), 0.0).nan_to_num(
-            nan=0.0, posinf=LARGEST
+            nan=0.0, posinf=self.largest
         )
-        radii = radii.masked_fill(own, math.inf).clamp_max(LARGEST)
+        radii = radii.masked_fill(own, inf).clamp_max(self.largest)
         known = radii.amin(1)
         deployed = (
             self._deployed(x, y, margins, best, known) if self.deployed is not None else known
@@ -432,12 +446,13 @@ class Certifier:
             label = int(y[n])
             k = int(radii[n].argmin()) if float(known[n]) > 0 else int(evaluated[n].argmin())
             method = list(self.constants)[int(stacked[:, label, k].argmin())]
+            method = method if self.largest == LARGEST else "boxes"
             row: dict[str, Any] = {
                 "radius": float(known[n]), "deployed": float(deployed[n]), "label": label, "prediction": int(predictions[n]),
                 "rival": k, "margin": float(margins[n, k]), "method": method, "broken": x[n] if wrong[n] else None,
             }  # fmt: skip
             if float(margins[n].min()) > 0:
-                deadline = math.inf if seconds is None else began + seconds
+                deadline = inf if seconds is None else began + seconds
                 self._improve(x[n : n + 1], margins[n], row, epsilon, complete, deadline)
             if not row["radius"] > 0:
                 row["method"] = UNPROVED if row["prediction"] == label else WRONG
@@ -466,7 +481,7 @@ class Certifier:
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
         for _ in range(_TRIES):
             left = less(margins, self._lost(x, labels, high))
-            reached = deflate(left / constants).masked_fill(own, math.inf).amin(1)
+            reached = deflate(left / constants).masked_fill(own, inf).amin(1)
             low = torch.maximum(low, torch.minimum(reached, high).nan_to_num(nan=0.0))
             high = high / 8
         return low
@@ -481,7 +496,7 @@ class Certifier:
         deadline: float,
     ) -> None:
         """Larger radii by the relaxation and by multipliers, where there are any."""
-        if row["radius"] >= (LARGEST if epsilon is None else epsilon) or self.effort == "fast":
+        if row["radius"] >= (self.largest if epsilon is None else epsilon) or self.effort == "fast":
             return
         label = row["label"]
         others = [k for k in range(self.classes) if k != label]
@@ -515,7 +530,7 @@ class Certifier:
             row["deployed"] = max(
                 row["deployed"],
                 self._local(
-                    replace(case, lost=lost, bounds={}, failed=math.inf), row["deployed"], epsilon
+                    replace(case, lost=lost, bounds={}, failed=inf), row["deployed"], epsilon
                 )[0],
             )
 
@@ -529,7 +544,7 @@ class Certifier:
         deadline: float,
     ) -> None:
         """A larger radius by local constants: those of a ball prove its radius, or what margins and constants leave of it."""
-        low, high = row["radius"], LARGEST
+        low, high = row["radius"], self.largest
         tried = max(low, _SMALLEST) if epsilon is None else epsilon
         while high > 1.02 * max(low, _SMALLEST) and time.process_time() < deadline:
             boxes = enclose(self.run, x, inflate(tried * self.root), self.cache)
@@ -543,7 +558,7 @@ class Certifier:
             if low == epsilon:
                 break
             high = min(high, max(tried, float(reached)))
-            tried = math.sqrt(max(low, _SMALLEST) * high)
+            tried = sqrt(max(low, _SMALLEST) * high)
 
     def _branching(self, case: Case, epsilon: float) -> Branching | None:
         """The search on one ball, for the rivals that the relaxation leaves open."""
@@ -577,7 +592,7 @@ class Certifier:
 
         integral = self.norm == "l2" and self.effort != "relaxation"
         radius, method = relaxed_radius(case, known, 0.05 if integral else 1e-2), "relaxation"
-        limiting = int(case.shares(case.failed).argmin()) if case.failed < math.inf else 0
+        limiting = int(case.shares(case.failed).argmin()) if case.failed < inf else 0
         if integral and radius > 0 and time.process_time() < case.deadline:
             more, rival = integral_radius(case, radius)
             if more > radius:
@@ -592,3 +607,17 @@ class Certifier:
         if time.process_time() >= case.deadline:
             self._say("the time was up for some inputs")
         return radius, limiting, method
+
+
+def _root(norm: Norm, shape: Shape) -> float:
+    return sqrt(prod(shape)) * (1 + 2.0**-50) if norm == "linf" else 1.0
+
+
+def _on_ball(
+    program: Program, cache: Cache, norm: Norm, x: Tensor, epsilon: float | None = None
+) -> tuple[Propagation, float]:
+    """Bounds around one input, and the largest radius they are good for: `epsilon`, or such that inputs get twice as long."""
+    root = _root(norm, tuple(x[:1].shape))
+    length = inflate(float(frobenius(x.detach().double().reshape(1, -1))))
+    largest = epsilon or length / root or 1.0
+    return propagate(program, inflate(length + root * largest), cache.rtol, cache), largest

@@ -1,9 +1,9 @@
 """Affine operations: matrices, convolutions, batch normalisation, arithmetic with constants, sums of branches."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf, isfinite, prod, sqrt
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def matrix_step(
     top = float(bracket.upper)
     shift = torch.zeros(()) if bias is None else bias.detach().double()
     shift = torch.broadcast_to(shift, call.shape)
-    row = math.inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
+    row = inf if vector else inflate(top * x.row + float(frobenius(shift, (-1,)).max()))
     longest = float(frobenius(weight.double(), (-1,)).max())
     peak = inflate(longest * x.row + largest(shift))
     map = Opaque() if vector else Weighted(weight, bias, functional.linear, form, rows=-1)
@@ -111,8 +111,8 @@ def _conv_step(call: Call, form: Linear, rows: int | None, label: str) -> Step:
     weight = call.constant("weight").detach()
     bias = call.constant("bias")
     bracket = call.bracket(form)
-    positions = math.prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
-    offset = inflate(math.sqrt(positions) * norm_of(bias))
+    positions = prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
+    offset = inflate(sqrt(positions) * norm_of(bias))
     operation: Callable[..., Tensor] = call.node.target  # type: ignore[assignment]
 
     def run(t: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -163,8 +163,8 @@ def batch_norm(call: Call) -> Step:
         bracket=Bracket(largest(scale) * (1 - 2.0**-49), high, method="exact"),
         offset=far,
         peak=inflate(scaled.peak + largest(shift)),
-        row=math.inf,
-        low=-math.inf,
+        row=inf,
+        low=-inf,
         map=Scaled(scale, shift, size, _as_diagonal(scale, len(shape))),
     )
 
@@ -208,8 +208,8 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
         form = _as_diagonal(c, len(call.shape))
     else:
         gain = inflate(min(inflate(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
-    row = inflate(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
-    low = -math.inf
+    row = inflate(top * x.row) if x.shape[-1:] == call.shape[-1:] else inf
+    low = -inf
     if c.numel() and float(c.min()) >= 0:
         low = lower(x.low * float(c.min() if x.low > 0 else c.max()))
     peak = inflate(top * x.peak)
@@ -223,11 +223,7 @@ def _columns(c: Tensor, shape: Shape, out: Shape) -> float:
     repeated = [
         d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1
     ]
-    return (
-        float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max())
-        if repeated
-        else math.inf
-    )
+    return float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max()) if repeated else inf
 
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
@@ -265,7 +261,7 @@ def _interpolation(call: Call) -> Step | None:
                 continue
             h, n, z = (v if isinstance(v, Signal) else as_signal(call, v) for v in values)
             reach = inflate(n.peak + h.peak)
-            if 0 <= z.low <= z.peak <= 1 and math.isfinite(reach):
+            if 0 <= z.low <= z.peak <= 1 and isfinite(reach):
                 between = zip(values, (1.0, 1.0, reach), strict=True)
                 gains = tuple((v, gain) for v, gain in between if isinstance(v, Signal))
                 peak = inflate(max(n.peak, h.peak))
@@ -297,7 +293,7 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
         size = abs(factor)
         peak = inflate(peak + size * value.peak)
         norm = inflate(norm + inflate(size * repeats) * value.norm)
-        row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+        row = inflate(row + size * value.row) if value.shape[-1:] == call.shape[-1:] else inf
         if factor:
             low = lower(low + factor * (value.low if factor > 0 else value.peak))
     if len(gains) > 1:
@@ -337,6 +333,6 @@ def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
         norms = spectral_norm(
             constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.cache.rtol
         )
-    grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
+    grown = prod(call.shape[:-2]) // max(1, prod(x.shape[:-2]))
+    top = inflate(float(torch.as_tensor(norms.upper).max()) * sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0)

@@ -7,9 +7,9 @@ function is continued by its values at the ends.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from math import exp, inf, isfinite, log1p, sqrt
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def pointwise(
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     if not isinstance(curve, Pointwise):
         curve = curve(call)
-    offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
+    offset = 0.0 if curve.at_zero == 0 else inflate(sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
     return Step(
         ((x, curve.gain),),
@@ -64,12 +64,12 @@ def _lowest(curve: Pointwise, x: Signal) -> float:
     """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
     if curve.hinge is not None and curve.slopes[0] < 0:
         left, right = curve.hinge
-        return 0.0 if (left <= 0).all() and (right >= 0).all() else -math.inf
+        return 0.0 if (left <= 0).all() and (right >= 0).all() else -inf
     if curve.function is None or curve.slopes[0] < 0:
-        return -math.inf
+        return -inf
     lowest = float64(max(x.low, -1e300))  # 0·∞ is not a number
     value = curve.function(lowest).min()
-    return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -math.inf
+    return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -inf
 
 
 #: operations that PyTorch writes out, or that are linear
@@ -131,7 +131,7 @@ def softplus_(call: Call) -> Step:
             "softplus with a threshold below 20 jumps where it turns into x",
             "use the default threshold of 20",
         )
-    jump = math.log1p(math.exp(-threshold)) / beta
+    jump = log1p(exp(-threshold)) / beta
     note = f"for log(1 + exp({beta:g}·x))/{beta:g}; PyTorch's own jumps by {jump:.1e} at x = {threshold / beta:g}"
     return pointwise(call, softplus(beta), "softplus", note)
 
@@ -162,7 +162,7 @@ _SLACK = 1 + 1e-12
 
 #: functions whose value and slope are largest, in modulus, at the ends of every interval above this number
 STEEP = {
-    "exp": -math.inf, "square": -math.inf, "sqrt": 0.0, "rsqrt": 0.0, "reciprocal": 0.0, "log": 0.0,
+    "exp": -inf, "square": -inf, "sqrt": 0.0, "rsqrt": 0.0, "reciprocal": 0.0, "log": 0.0,
 }  # fmt: skip
 
 
@@ -178,13 +178,13 @@ def _steep(call: Call, function: Callable[[Tensor], Tensor], start: float, label
     """The step of a steep function of x, on the interval in which x is known to lie."""
     x = call.x
     a, b = max(x.low, -x.peak), x.peak
-    if not a > start and start != -math.inf:
+    if not a > start and start != -inf:
         call.refuse(
             f"it has no bounded slope near {start:g}, and nothing keeps its argument away from it",
             "keep its argument away from 0, e.g. by adding an ε to something that is not negative",
         )
     values, slopes = zip(*(_value_and_slope(function, end) for end in (a, b)), strict=True)
-    if not all(map(math.isfinite, slopes)):
+    if not all(map(isfinite, slopes)):
         call.refuse(f"{label} has no slope that fits a float between {a:.3g} and {b:.3g}", BALL)
 
     nearest_to_zero = min(max(0.0, a), b)
@@ -199,7 +199,7 @@ def _steep(call: Call, function: Callable[[Tensor], Tensor], start: float, label
     step = pointwise(call, curve, label)
     least = min(values)
     return replace(
-        step, low=max(step.low, least - 1e-12 * abs(least)) if math.isfinite(least) else step.low
+        step, low=max(step.low, least - 1e-12 * abs(least)) if isfinite(least) else step.low
     )
 
 
@@ -220,7 +220,7 @@ def power(call: Call) -> Step:
     if p > 1 and p != int(p) and x.low < 0:
         call.refuse(f"the power {p:g} of negative numbers is not real")
     exponent = int(p) if p == int(p) else p  # whole powers of negative numbers are real
-    start = 0.0 if p < 1 else -math.inf
+    start = 0.0 if p < 1 else -inf
     return _steep(call, lambda t: t.pow(exponent), start, f"power {p:g}")
 
 

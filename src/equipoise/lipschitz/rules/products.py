@@ -4,7 +4,7 @@
 bounded by nature (sigmoid, softmax, a normalisation). Squeeze-and-excite and attention are made of these.
 """
 
-import math
+from math import inf, isfinite, isnan, log, prod, sqrt
 from typing import Any, NoReturn
 
 import torch
@@ -33,8 +33,8 @@ def softmax(call: Call) -> Step:
     """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
     x = call.x
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
-    size = inflate(math.sqrt(x.numel // max(1, x.shape[call["dim"]])))
-    row = 1.0 if last else math.inf
+    size = inflate(sqrt(x.numel // max(1, x.shape[call["dim"]])))
+    row = 1.0 if last else inf
     return Step(
         ((x, 0.5),),
         "softmax",
@@ -53,8 +53,8 @@ def log_softmax(call: Call) -> Step:
     """√n over n entries: the Jacobian I − 1pᵀ at a vertex."""
     x = call.x
     n = x.shape[call["dim"]]
-    gain = inflate(math.sqrt(n)) if n > 1 else 0.0
-    offset = inflate(math.log(n + 1) * math.sqrt(x.numel))
+    gain = inflate(sqrt(n)) if n > 1 else 0.0
+    offset = inflate(log(n + 1) * sqrt(x.numel))
     by_row = call["dim"] in (-1, len(x.shape) - 1)
     return Step(((x, gain),), "log-softmax", offset=offset, by_row=by_row)
 
@@ -66,7 +66,7 @@ def logsumexp(call: Call) -> Step:
     return Step(
         ((x, 1.0),),
         "logsumexp",
-        offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))),
+        offset=inflate(log(x.numel + 1) * sqrt(prod(call.shape))),
     )
 
 
@@ -93,16 +93,16 @@ def _normalised(
     if x.dtype == torch.float32:
         eps = min(eps, float(torch.tensor(eps, dtype=torch.float32)))
     top = 1.0 if weight is None else largest(weight)
-    length = inflate(top * math.sqrt(size))
-    shift = inflate(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one group
+    length = inflate(top * sqrt(size))
+    shift = inflate(norm_of(bias) * sqrt(repeat))  # norm of β as it appears in one group
     by_rows = centred is not None and size == x.shape[-1]
-    groups = math.sqrt(x.numel // size)
+    groups = sqrt(x.numel // size)
     return Step(
-        ((x, inflate(top / math.sqrt(eps))),),
+        ((x, inflate(top / sqrt(eps))),),
         label,
         offset=inflate(groups * shift),
         norm=inflate(groups * inflate(length + shift)),
-        row=inflate(length + shift) if by_rows else math.inf,
+        row=inflate(length + shift) if by_rows else inf,
         peak=inflate(length + (0.0 if bias is None else largest(bias))),
         map=Normalised(top, eps, bool(centred)) if by_rows else Opaque(),
         note="max|γ|/√ε, over the whole space",
@@ -118,7 +118,7 @@ def layer_norm(call: Call) -> Step:
     """
     centred = aten_name(call.node) != "rms_norm.default"
     label = "layer norm" if centred else "RMS norm"
-    return _normalised(call, math.prod(call["normalized_shape"]), 1, label, centred)
+    return _normalised(call, prod(call["normalized_shape"]), 1, label, centred)
 
 
 @rule("aten.group_norm.default")
@@ -126,7 +126,7 @@ def group_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space."""
     shape = call.x.shape
     return _normalised(
-        call, math.prod(shape[1:]) // int(call["num_groups"]), math.prod(shape[2:]), "group norm"
+        call, prod(shape[1:]) // int(call["num_groups"]), prod(shape[2:]), "group norm"
     )
 
 
@@ -134,7 +134,7 @@ def instance_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space, with the statistics of the input."""
     if call["running_mean"] is not None:
         call.refuse("instance norm updates its running statistics", "call model.eval() first")
-    size = math.prod(call.x.shape[2:])
+    size = prod(call.x.shape[2:])
     return _normalised(call, size, size, "instance norm")
 
 
@@ -149,7 +149,7 @@ def _unbounded(call: Call, what: str) -> NoReturn:
 
 def _whole(a: Signal, call: Call) -> float:
     """‖a‖ where it is not repeated: `‖a∘(Δb repeated)‖ ≤ ‖a‖·|Δb|_∞`."""
-    return a.norm if copies(a, call.shape) == 1 else math.inf
+    return a.norm if copies(a, call.shape) == 1 else inf
 
 
 def branch_product(call: Call, a: Signal, b: Signal) -> Step:
@@ -166,7 +166,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     for x, other in ((a, b), (b, a)):
         grown = copies(x, call.shape)
         size = min(inflate(other.peak * grown), _whole(other, call))
-        if not math.isfinite(size):
+        if not isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
         if x.shape[-1:] == call.shape[-1:]:
@@ -174,8 +174,8 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         else:  # an entry of x multiplies a row of the other
             rows.append((x, other.row, "peak"))
         norms.append(inflate(inflate(x.norm * grown) * other.peak))
-    norm = min((n for n in norms if not math.isnan(n)), default=math.inf)  # ∞·0
-    low = 0.0 if a.node is b.node or min(a.low, b.low) >= 0 else -math.inf
+    norm = min((n for n in norms if not isnan(n)), default=inf)  # ∞·0
+    low = 0.0 if a.node is b.node or min(a.low, b.low) >= 0 else -inf
     peak = inflate(a.peak * b.peak)
     return Step(
         tuple(gains),
@@ -202,7 +202,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
     dims = _own_length(size, a)
     if floor > 0 and dims is not None:
-        row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else math.inf
+        row = 1.0 if dims == [len(a.shape) - 1] and a.shape[-1:] == call.shape[-1:] else inf
         gain = inflate(copies(a, call.shape) / floor)
         return Step(((a, gain),), "normalised", offset=0.0, peak=1.0, row=row)
     if not b.low > 0:
@@ -210,7 +210,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
             "dividing one branch by another is not Lipschitz near 0",
             "use a normalisation layer with an ε",
         )
-    if not math.isfinite(a.peak):
+    if not isfinite(a.peak):
         _unbounded(call, "a quotient of two branches")
     least = deflate(b.low)
     steep = inflate(inflate(1 / least) * inflate(1 / least))
@@ -218,7 +218,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         (a, inflate(copies(a, call.shape) / least)),
         (b, min(inflate(inflate(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
     )
-    low = 0.0 if a.low >= 0 else -math.inf
+    low = 0.0 if a.low >= 0 else -inf
     return Step(gains, "quotient", peak=inflate(a.peak / least), low=low, map=Product())
 
 
@@ -286,18 +286,18 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
     if scores is not None:
         return _attention(call, scores, b)
     # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
-    size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))
-    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row))
+    size_a = min(a.norm, inflate(sqrt(a.shape[-2]) * a.row))
+    size_b = min(b.norm, inflate(sqrt(b.shape[-2]) * b.row))
     columns = _columns(call, b)
     peaks: tuple[Term, ...] = ()
     if columns is not None:  # entry ij is the product of two rows
-        size_b = min(size_b, inflate(math.sqrt(b.shape[-1]) * columns.row))
+        size_b = min(size_b, inflate(sqrt(b.shape[-1]) * columns.row))
         peaks = ((a, columns.row, "row"), (columns, a.row, "row"))
-    if not (math.isfinite(size_a) and math.isfinite(size_b)):
+    if not (isfinite(size_a) and isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
     norm = min(inflate(a.norm * size_b), inflate(b.norm * size_a))
     # row i of A·B is Σ_j a_ij·(row j of B), and Σ_j |a_ij| ≤ √n·‖a_i‖
-    rows = ((a, size_b, "row"), (b, inflate(math.sqrt(a.shape[-1]) * a.row), "row"))
+    rows = ((a, size_b, "row"), (b, inflate(sqrt(a.shape[-1]) * a.row), "row"))
     map = Product(rows, peaks)
     return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=map)
 
@@ -325,10 +325,10 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
     with n rows has norm at most √n (Kim et al. 2021 show that without a bound on V there is no constant).
     Where every score changes by at most 1, a row does by `Σ_j p_j |v_j − v̄| ≤ R_V`, and V adds at most its largest row.
     """
-    if not math.isfinite(v.row):
+    if not isfinite(v.row):
         _unbounded(call, "attention")
-    queries = inflate(math.sqrt(scores.shape[-2]))
-    norm = inflate(math.sqrt(math.prod(call.shape[:-1])) * v.row)
+    queries = inflate(sqrt(scores.shape[-2]))
+    norm = inflate(sqrt(prod(call.shape[:-1])) * v.row)
     gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
     map = Product(((scores, v.row, "peak"), (v, 1.0, "row")))
     return Step(gains, "attention", row=v.row, peak=v.peak, norm=norm, map=map)
@@ -338,7 +338,7 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
 def glu(call: Call) -> Step:
     """`a·σ(b)`: √(1 + (|a|_∞/4)²) on a bounded domain."""
     x = call.x
-    if not math.isfinite(x.peak):
+    if not isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
-    gain = inflate(math.sqrt(1 + (x.peak / 4) ** 2))
+    gain = inflate(sqrt(1 + (x.peak / 4) ** 2))
     return Step(((x, gain),), "gated linear unit", offset=0.0, peak=x.peak, map=Product())

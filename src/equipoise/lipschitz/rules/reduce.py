@@ -2,11 +2,11 @@
 
 import functools
 import itertools
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from equipoise.norms import spectral_norm
 def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
     x = call.x
-    n = x.numel // max(1, math.prod(call.shape))
-    gain = inflate(1 / math.sqrt(n)) if n > 1 else 1.0
+    n = x.numel // max(1, prod(call.shape))
+    gain = inflate(1 / sqrt(n)) if n > 1 else 1.0
     return Step(((x, gain),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average())
 
 
@@ -44,7 +44,7 @@ def mean(call: Call) -> Step:
 def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
     x = call.x
-    n = x.numel // max(1, math.prod(call.shape))
+    n = x.numel // max(1, prod(call.shape))
     peak, low = inflate(n * x.peak), lower(n * x.low)
     return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=peak, low=low, map=Average())
 
@@ -114,7 +114,7 @@ def _linear_step(
             above = inflate(above * float(bracket.upper))
             rounding = 1 + 100 * torch.finfo(matrix.dtype).eps
             peak = inflate(peak * float(matrix.double().abs().sum(1).max()) * rounding)
-    low = 0.0 if isinstance(map, Average) and x.low >= 0 else -math.inf
+    low = 0.0 if isinstance(map, Average) and x.low >= 0 else -inf
     bracket = Bracket(below, above, method="1-D matrices")
     return Step(
         ((x, above),),
@@ -153,7 +153,7 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     sizes = x.shape[-d:]
     matrices, exact = [], True
     for axis, n in enumerate(sizes):
-        if n * math.prod(sizes) > 60_000_000:
+        if n * prod(sizes) > 60_000_000:
             call.refuse(
                 "the input is too large to read off the resampling matrix",
                 "bound it on a smaller input",
@@ -217,7 +217,7 @@ def sort(call: Call) -> Step:
     """Sorting along a dimension (GroupSort) is a contraction: the values only."""
     x = call.x
     by_rows = call.get("dim", -1) in (-1, len(x.shape) - 1)
-    return range_step(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
+    return range_step(x, 1.0, "sort", Sorted(), x.row if by_rows else inf)
 
 
 @rule(*named(f"{name}.{kind}" for name in ("max", "min") for kind in ("dim", "default")))

@@ -2,9 +2,9 @@
 
 import functools
 import importlib.metadata
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot, inf, prod
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -48,16 +48,16 @@ class Signal:
     node: fx.Node
     shape: Shape
     dtype: torch.dtype
-    norm: float = math.inf
-    row: float = math.inf
-    peak: float = math.inf
-    low: float = -math.inf
+    norm: float = inf
+    row: float = inf
+    peak: float = inf
+    low: float = -inf
     part: tuple[fx.Node, Tensor] | None = field(default=None, repr=False)
 
     @property
     def numel(self) -> int:
         """Number of entries."""
-        return math.prod(self.shape)
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Step:
     label: str
     combine: Literal["sum", "root"] = "sum"
     bracket: Bracket | None = None
-    offset: float = math.inf
-    norm: float = math.inf
-    row: float = math.inf
-    peak: float = math.inf
-    low: float = -math.inf
+    offset: float = inf
+    norm: float = inf
+    row: float = inf
+    peak: float = inf
+    low: float = -inf
     map: Map = field(default_factory=Opaque)
     slopes: tuple[float, float] | None = None
     note: str = ""
@@ -111,7 +111,7 @@ class Step:
 
 
 def range_step(
-    x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf
+    x: Signal, gain: float, label: str, map: Map | None = None, row: float = inf
 ) -> Step:
     """The step of an operation that is 0 at 0, and whose entries never leave the range of those of x.
 
@@ -327,7 +327,7 @@ def copies(signal: Signal, shape: Shape) -> float:
         signal: the tensor that is broadcast.
         shape: of the result.
     """
-    times = math.prod(shape) // max(1, signal.numel)
+    times = prod(shape) // max(1, signal.numel)
     return root(max(1, times))
 
 
@@ -339,7 +339,7 @@ def as_signal(call: "Call", c: Tensor) -> Signal:
         c: the constant, not empty.
     """
     row = float(frobenius(c, (-1,)).max()) if c.dim() else largest(c)
-    low = -math.inf if c.is_complex() else float(c.min())
+    low = -inf if c.is_complex() else float(c.min())
     return Signal(call.node, tuple(c.shape), c.dtype, norm_of(c), row, largest(c), low)
 
 
@@ -364,13 +364,13 @@ def choice_step(
             c = value if isinstance(value, Tensor) and value.is_complex() else float64(value)
             fixed.append(as_signal(call, torch.broadcast_to(c, call.shape) if spread else c))
     every = [*fixed, *(s for s, _ in gains)]
-    offset = inflate(math.hypot(*(s.norm for s in fixed)))
+    offset = inflate(hypot(*(s.norm for s in fixed)))
     return Step(
         tuple(gains),
         label,
         "root",
         offset=offset,
-        norm=inflate(math.hypot(*(gain * s.norm for s, gain in gains), offset)),
+        norm=inflate(hypot(*(gain * s.norm for s, gain in gains), offset)),
         peak=max(s.peak for s in every),
         low=min(s.low for s in every),
         map=map or Opaque(),

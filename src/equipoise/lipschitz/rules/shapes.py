@@ -1,7 +1,7 @@
 """Operations that move entries: views and permutations are isometries, selections contract, copies stretch, writes merge."""
 
-import math
 from collections.abc import Iterable
+from math import copysign, inf, isfinite, isinf, nan, prod, sqrt
 from typing import Any
 
 import torch
@@ -80,13 +80,13 @@ def places_of(call: Call, x: Signal) -> Tensor:
 def _row(x: Signal, places: Tensor) -> float:
     """The row bound of x where every row of the result holds entries of one row of x, each at most once."""
     if not x.shape or places.dim() == 0 or places.numel() == 0:
-        return math.inf
+        return inf
     rows = places.reshape(-1, places.shape[-1])
     sources = (rows - 1) // x.shape[-1]
     one_row = (sources == sources.amax(1, keepdim=True)) | (rows == 0)
     ordered = rows.sort(1)[0]
     repeats = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] > 0)
-    return x.row if one_row.all() and not repeats.any() else math.inf
+    return x.row if one_row.all() and not repeats.any() else inf
 
 
 @rule(*named(VIEWS))
@@ -103,7 +103,7 @@ def selection(call: Call) -> Step:
 
 def _selected(call: Call, label: str) -> Step:
     x = call.x
-    row = _row(x, places_of(call, x)) if math.isfinite(x.row) else math.inf
+    row = _row(x, places_of(call, x)) if isfinite(x.row) else inf
     return range_step(x, 1.0, label, Copy(traced=True), row)
 
 
@@ -115,10 +115,10 @@ def _component(call: Call) -> Step | None:
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
     along: int = x.node.args[1]  # type: ignore[assignment]
     same = dim % len(x.shape) == along % len(x.shape)
-    one = math.prod(call.shape) * x.shape[dim] == x.numel
+    one = prod(call.shape) * x.shape[dim] == x.numel
     if not (same and one and isinstance(scores, Signal)):
         return None
-    gains = ((scores, inflate(math.sqrt(0.125))),)
+    gains = ((scores, inflate(sqrt(0.125))),)
     return Step(gains, "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
 
 
@@ -176,12 +176,12 @@ def pad(call: Call) -> Step:
 
     gain = 1.0 if fixed else root(most_frequent(places_of(call, x)))
     negative = min(twice) < 0
-    added = math.prod(call.shape) - (0 if negative else x.numel)
+    added = prod(call.shape) - (0 if negative else x.numel)
     amounts = tuple(zip(twice[::2], twice[1::2], strict=True))[::-1]
     form = None
     if not negative and not value and len(amounts) == len(x.shape) - 2:
         form = Padding(amounts, x.shape[2:], "zeros" if fixed else mode)
-    offset = inflate(abs(value) * math.sqrt(added))
+    offset = inflate(abs(value) * sqrt(added))
     low = min(value, x.low) if fixed else x.low
     map = Padded(value if fixed else 0.0, run, form)
     return Step(
@@ -235,9 +235,9 @@ def refuse_nonfinite(call: Call) -> None:
     for name, value in call.arguments.items():
         for one in value if isinstance(value, list | tuple) else (value,):
             wrong = _nonfinite(one)
-            if wrong is None or (math.isinf(wrong) and _OPEN.get(name) == math.copysign(1, wrong)):
+            if wrong is None or (isinf(wrong) and _OPEN.get(name) == copysign(1, wrong)):
                 continue
-            masks = wrong == -math.inf and aten_name(call.node) in _MASKING
+            masks = wrong == -inf and aten_name(call.node) in _MASKING
             if not masks or not _absorbed(call.node):
                 call.refuse(
                     f"its constant argument {name!r} holds a non-finite number ({wrong})",
@@ -252,7 +252,7 @@ def _nonfinite(value: Any) -> float | None:
     if not isinstance(value, Tensor) or torch.isfinite(value).all():
         return None
     rest = value[~torch.isfinite(value)]
-    return math.nan if rest.is_complex() else float(rest.max())
+    return nan if rest.is_complex() else float(rest.max())
 
 
 def _absorbed(node: fx.Node) -> bool:

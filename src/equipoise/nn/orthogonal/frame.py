@@ -212,10 +212,8 @@ def space_to_depth(x: Tensor, block: Size) -> Tensor:
         x: images.
         block: height and width of a block.
     """
-    b, c, h, w = x.shape
-    bh, bw = block
-    x = x.reshape(b, c, h // bh, bh, w // bw, bw)
-    return x.permute(0, 1, 3, 5, 2, 4).reshape(b, c * bh * bw, h // bh, w // bw)
+    x = x.unflatten(3, (-1, block[1])).unflatten(2, (-1, block[0]))
+    return x.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
 
 
 def depth_to_space(x: Tensor, block: Size) -> Tensor:
@@ -225,10 +223,8 @@ def depth_to_space(x: Tensor, block: Size) -> Tensor:
         x: images.
         block: height and width of a block.
     """
-    b, c, h, w = x.shape
-    bh, bw = block
-    x = x.reshape(b, c // (bh * bw), bh, bw, h, w)
-    return x.permute(0, 1, 4, 2, 5, 3).reshape(b, c // (bh * bw), h * bh, w * bw)
+    x = x.unflatten(1, (-1, *block)).permute(0, 1, 4, 2, 5, 3)
+    return x.flatten(4).flatten(2, 3)
 
 
 class FramedConv2d(ComputedLayer):

@@ -39,7 +39,7 @@ whose size s does not divide patches meet at odd distances, so with circular pad
 References: Li et al. 2019, §4.1 (RKO); Serrurier et al. 2021; Björck & Bowie 1971; Anil et al. 2019.
 """
 
-import math
+from math import gcd, prod, sqrt
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ def scaled_steps() -> tuple[float, ...]:
     alphas = []
     low = SMALLEST
     while low < 1 - 1e-5:  # the last step squares what is left
-        alpha = math.sqrt(3 / (1 + low + low * low))
+        alpha = sqrt(3 / (1 + low + low * low))
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
         alphas.append(alpha)
     return tuple(alphas)
@@ -218,9 +218,7 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None, gram: Tensor | None =
     c2 = (bound / 3.9).clamp_min(1.0)
     W = W / c2.sqrt()
     G = G / c2
-    margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(
-        torch.float64
-    )
+    margin = 1.5 * unit_roundoff(dtype) * sqrt(m) + (4 * n + 64) * m * unit_roundoff(torch.float64)
     return (1.5 * W - 0.5 * (G @ W)) * (1 - margin)
 
 
@@ -246,7 +244,7 @@ def _apart(geometry: Geometry) -> Shape:
     """
     if geometry.padding == "circular":
         return (1,) * geometry.dims
-    return tuple(axis.stride // math.gcd(axis.stride, axis.dilation) for axis in geometry.axes)
+    return tuple(axis.stride // gcd(axis.stride, axis.dilation) for axis in geometry.axes)
 
 
 def overlap(geometry: Geometry) -> int:
@@ -255,9 +253,7 @@ def overlap(geometry: Geometry) -> int:
     >>> overlap(Geometry.of((4, 4, 3, 3))), overlap(Geometry.of((4, 4, 2, 2), stride=2))
     (9, 1)
     """
-    return math.prod(
-        -(-k // free) for k, free in zip(geometry.shape[2:], _apart(geometry), strict=True)
-    )
+    return prod(-(-k // free) for k, free in zip(geometry.shape[2:], _apart(geometry), strict=True))
 
 
 def _polar_factor(W: Tensor) -> Tensor:
@@ -282,7 +278,7 @@ class RKO(Parametrization):
 
     def construct(self, raw: Tensor) -> Tensor:
         """The weight."""
-        scale = 1 / math.sqrt(overlap(self.geometry)) if self.geometry.dims else 1.0
+        scale = 1 / sqrt(overlap(self.geometry)) if self.geometry.dims else 1.0
         W = orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale)
         return W.reshape(raw.shape)
 
@@ -336,7 +332,7 @@ class BCOP(Parametrization):
         out = geometry.shape[0] // geometry.groups
         ins = geometry.shape[1]
         #: the projections stand on the wider side, where there are more of them
-        self.outside = out > ins and math.prod(self.core) == 1
+        self.outside = out > ins and prod(self.core) == 1
         side = out if self.outside else ins
         self.register_parameter("projections", None)
         if self.factors:
@@ -373,11 +369,11 @@ class BCOP(Parametrization):
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """`Σ_a ‖ΔK_a‖ ≤ u·√taps·‖K‖_F ≤ u·√(taps·c)`, c the smaller number of channels, and float64 products of the kernels."""
-        taps, (out, ins) = math.prod(self.geometry.shape[2:]), self.geometry.shape[:2]
-        narrow = min(out // self.geometry.groups, ins * math.prod(self.core))
+        taps, (out, ins) = prod(self.geometry.shape[2:]), self.geometry.shape[:2]
+        narrow = min(out // self.geometry.groups, ins * prod(self.core))
         length = 8 * (self.factors + 2) * (max(out, ins) + 8)
         products = length * taps * narrow * unit_roundoff(torch.float64)
-        return 1.5 * unit_roundoff(dtype) * math.sqrt(taps * narrow) + products
+        return 1.5 * unit_roundoff(dtype) * sqrt(taps * narrow) + products
 
 
 def orthonormal_parameters(model: nn.Module) -> list[nn.Parameter]:
