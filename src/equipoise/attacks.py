@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from equipoise.core import (
     InputError,
+    along,
     describe,
     explained,
     fresh_strides,
     guarded,
-    per_sample,
     require_images,
     require_labels,
     require_one_of,
@@ -53,9 +53,9 @@ def unit(g: Tensor, norm: Norm = "l2") -> Tensor:
     if norm == "l1":
         sizes = g.flatten(1).abs()
         least = sizes.topk(max(1, sizes.shape[1] // 100)).values[:, -1]
-        g = torch.where(g.abs() >= per_sample(least, g), g.sign(), 0.0)
+        g = torch.where(g.abs() >= along(least, g), g.sign(), 0.0)
     length = _length(g, norm)
-    return g / per_sample(torch.where(length > 0, length, 1.0), g)
+    return g / along(torch.where(length > 0, length, 1.0), g)
 
 
 def _length(delta: Tensor, norm: Norm) -> Tensor:
@@ -66,10 +66,10 @@ def _length(delta: Tensor, norm: Norm) -> Tensor:
 def _nearest(delta: Tensor, radius: Tensor, norm: Norm) -> Tensor:
     """Perturbations of at most this size, up to rounding: entries are clipped in ℓ∞, the whole is scaled elsewhere."""
     if norm == "linf":
-        limit = per_sample(radius, delta)
+        limit = along(radius, delta)
         return delta.clamp(-limit, limit)
     scale = radius / _length(delta, norm).clamp(min=1e-300)
-    return delta * per_sample(scale.clamp(max=1.0), delta)
+    return delta * along(scale.clamp(max=1.0), delta)
 
 
 def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tensor:
@@ -94,12 +94,12 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor, norm: Norm = "l2") -> Tens
     rounding = 1 + (delta[0].numel() + 4) * 2.0**-52
     scale = torch.ones_like(radius)
     for attempt in range(12):
-        stored = (centre + per_sample(scale, x) * delta).to(x.dtype)
+        stored = (centre + along(scale, x) * delta).to(x.dtype)
         outside = _length(stored.double() - centre, norm) * rounding > radius
         if not outside.any():
             return stored
         scale = torch.where(outside, scale * (1 - 1e-7 * 4.0**attempt), scale).clamp(min=0.0)
-    return torch.where(per_sample(outside, x), x, stored)
+    return torch.where(along(outside, x), x, stored)
 
 
 @dataclass(frozen=True)
@@ -316,21 +316,19 @@ def _ascend(
         nonlocal best, value, success
         hit = broken(z) if judge else torch.zeros_like(success)
         better = ~success & (hit | (score > value))
-        best = torch.where(per_sample(better, x), z, best)
+        best = torch.where(along(better, x), z, best)
         value = torch.where(better, score, value)
         success = success | hit
 
     for _ in range(restarts):
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-        z = inside_ball(x, x.double() + per_sample(radius, x) * unit(noise, norm), radius, norm)
+        z = inside_ball(x, x.double() + along(radius, x) * unit(noise, norm), radius, norm)
         for _ in range(steps):
             moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), finish is None)
-            z = inside_ball(
-                x, z.double() + per_sample(length, x) * unit(gradient, norm), radius, norm
-            )
+            z = inside_ball(x, z.double() + along(length, x) * unit(gradient, norm), radius, norm)
         z = z if finish is None else finish(z)
         with torch.no_grad():
             score = loss(z).double()

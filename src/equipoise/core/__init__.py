@@ -41,6 +41,7 @@ from equipoise.core.errors import (
     unlogged,
 )
 from equipoise.core.modules import (
+    along,
     by_construction,
     constructed,
     evaluating,
@@ -49,7 +50,6 @@ from equipoise.core.modules import (
     fresh_strides,
     hooked,
     is_unmodified,
-    per_sample,
     run_on,
     tensor_slots,
 )

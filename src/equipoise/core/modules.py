@@ -185,17 +185,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each entry of the first dimension, shaped to broadcast against a tensor.
+def along(values: Tensor, like: Tensor, dim: int = 0) -> Tensor:
+    """One value for each entry of a dimension, shaped to broadcast against a tensor.
 
     Args:
         values: (N,).
-        like: a tensor (N, ...).
+        like: the tensor.
+        dim: its dimension of length N.
 
-    >>> per_sample(torch.ones(2), torch.zeros(2, 3, 4)).shape
-    torch.Size([2, 1, 1])
+    >>> along(torch.ones(3), torch.zeros(2, 3, 4), 1).shape
+    torch.Size([1, 3, 1])
     """
-    return values.reshape(-1, *[1] * (like.dim() - 1))
+    shape = [1] * like.dim()
+    shape[dim] = -1
+    return values.reshape(shape)
 
 
 def fresh_strides(x: Tensor) -> Tensor:

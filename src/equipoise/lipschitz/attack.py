@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import flat_outputs, inflate, one_line, per_sample, require_module
+from equipoise.core import along, flat_outputs, inflate, one_line, require_module
 
 #: outputs of a batch, one row per sample
 Function = Callable[[Tensor], Tensor]
@@ -189,7 +189,7 @@ def _climbed(
             ratio = stretch(f, *(centres + moved).chunk(2))
             (slope,) = torch.autograd.grad(ratio.sum(), moved)
         ratio, moved = ratio.detach(), moved.detach()
-        kept = torch.where(per_sample((ratio > best).repeat(2), x), moved, kept)
+        kept = torch.where(along((ratio > best).repeat(2), x), moved, kept)
         best = torch.maximum(best, ratio.nan_to_num(nan=0.0, posinf=0.0))
         size = radius * 0.2 * (1 - step / (steps + 1))
         moved = project(moved + size * unit(slope), radius)
@@ -204,7 +204,7 @@ def _length(v: Tensor) -> Tensor:
 
 def unit(v: Tensor) -> Tensor:
     """Every sample divided by its norm."""
-    return v / per_sample(_length(v).clamp_min(1e-300), v)
+    return v / along(_length(v).clamp_min(1e-300), v)
 
 
 def project(d: Tensor, radius: float) -> Tensor:
@@ -214,7 +214,7 @@ def project(d: Tensor, radius: float) -> Tensor:
         d: a batch of displacements.
         radius: of the ball around 0, in ℓ2.
     """
-    return d * per_sample(radius * (1 - 1e-6) / _length(d).clamp_min(radius), d)
+    return d * along(radius * (1 - 1e-6) / _length(d).clamp_min(radius), d)
 
 
 def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _top_direction(f: Function, x: Tensor, v: Tensor, steps: int) -> Tensor:
         u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         for _ in range(steps):
             (g,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
-            v = torch.where(per_sample(_length(g) > 0, x), g, v)
+            v = torch.where(along(_length(g) > 0, x), g, v)
             with torch.no_grad():
                 u = f(x + 1e-6 * unit(v)) - f(x - 1e-6 * unit(v))
     return unit(v)

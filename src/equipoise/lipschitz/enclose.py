@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core import Refused, frobenius, inflate
+from equipoise.core import Refused, along, frobenius, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.nonlinear import known, near, steep
@@ -168,9 +168,7 @@ def _image(
         case op.Weighted(rows=rows) if rows is not None:
             # the length of a row times the ℓ2 deviation, sharper for large fan-in
             lengths = inflate(frobenius(step.map.weight.double().flatten(1), (-1,)) * box.dev)
-            shape = [1] * mid.dim()
-            shape[rows] = -1
-            half = torch.minimum(half, lengths.reshape(shape).expand_as(half))
+            half = torch.minimum(half, along(lengths, mid, rows))
         case Pointwise(slopes=(low, _)) if low >= 0:
             grows = functools.partial(activated, call, step.map)
             half = torch.minimum(half, steep(grows, (before, width))[1])

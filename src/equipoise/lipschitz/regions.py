@@ -30,11 +30,11 @@ from equipoise.core import (
     InputError,
     Kind,
     Refused,
+    along,
     as_upper,
     frobenius,
     inflate,
     is_unmodified,
-    per_sample,
 )
 from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
@@ -223,7 +223,7 @@ def residual_bound(
     rows = K.flatten(1)
     squares = rows.square().sum(1)
     t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, 1.0)
-    t = per_sample(t.clamp_min(0), K)
+    t = along(t.clamp_min(0), K)
     E = R + t * K
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
         return None  # not such a block: the sum of the branches is as good

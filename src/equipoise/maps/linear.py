@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
+from equipoise.core.modules import along
 from equipoise.maps.geometry import Axis, Geometry, PaddingMode
 
 Amount = tuple[tuple[int, int], ...]
@@ -59,9 +60,7 @@ class Diagonal:
         """`f·x`."""
         if self.factor.numel() == 1:
             return x * self.factor.reshape(())
-        shape = [1] * x.dim()
-        shape[self.dim] = -1
-        return x * self.factor.reshape(shape)
+        return x * along(self.factor, x, self.dim)
 
     def adjoint(self) -> Diagonal:
         """The conjugate factors; the same map for real ones."""

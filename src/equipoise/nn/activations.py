@@ -13,6 +13,7 @@ from equipoise.core import (
     Kind,
     Refused,
     Shape,
+    along,
     by_construction,
     deflate,
     inflate,
@@ -164,7 +165,7 @@ class HouseholderActivation(Described):
         """The reflected pairs."""
         if x.shape[1] != self.channels:
             raise InputError(f"expected {self.channels} channels, got {tuple(x.shape)}")
-        half = self.theta.reshape(-1, *[1] * (x.dim() - 2)) / 2
+        half = along(self.theta, x, 1) / 2
         s = half.sin()
         c = -half.cos()
         a, b = x.chunk(2, 1)

@@ -220,12 +220,11 @@ def _has_parts(module: nn.Module) -> bool:
 
 def _centering(norm: Any) -> BatchCentering:
     mean = norm.running_mean
-    var = norm.running_var
-    momentum = norm.momentum if norm.momentum else 0.1
+    momentum = norm.momentum or 0.1
     layer = BatchCentering(norm.num_features, momentum, device=mean.device, dtype=mean.dtype)
     layer.running_mean.copy_(mean)
     if norm.affine and layer.bias is not None:
-        scale = norm.weight.detach() / (var + norm.eps).sqrt()
+        scale = norm.weight.detach() / (norm.running_var + norm.eps).sqrt()
         safe = scale.abs().clamp_min(1e-6).copysign(scale)
         layer.bias.data.copy_(norm.bias.detach() / safe)
         layer.bias.requires_grad_(norm.bias.requires_grad)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from equipoise.core import (
     POSITIVE,
     InputError,
+    along,
     by_construction,
     inflate,
     require_counts,
@@ -72,7 +73,7 @@ class BatchCentering(Described):
             with torch.no_grad():
                 self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), self.momentum)
         shift = -mean if self.bias is None else self.bias - mean
-        return x + shift.reshape(1, -1, *[1] * (x.dim() - 2))
+        return x + along(shift, x, 1)
 
 
 class LayerCentering(nn.Module):
@@ -112,7 +113,7 @@ class LayerCentering(nn.Module):
         centred = x - x.mean(list(range(2, x.dim())), keepdim=True)
         if self.bias is None:
             return centred
-        return centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
+        return centred + along(self.bias, x, 1)
 
 
 class UnitRows(Parametrization):

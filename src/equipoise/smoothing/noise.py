@@ -41,7 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import POSITIVE, InputError, Refused, per_sample, require_number
+from equipoise.core import POSITIVE, InputError, Refused, along, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
@@ -109,7 +109,7 @@ class Levels:
         if self.channels is None:
             return self.sigma
         levels = torch.tensor(self.channels, dtype=torch.float64).to(x.device, x.dtype)
-        return per_sample(levels, x)
+        return along(levels, x)
 
     def __str__(self) -> str:
         if self.channels is None:
