@@ -21,6 +21,7 @@ from equipoise.core import (
     explained,
     fresh_strides,
     guarded,
+    or_one,
     require_images,
     require_labels,
     require_one_of,
@@ -55,7 +56,7 @@ def unit(g: Tensor, norm: Norm = "l2") -> Tensor:
         least = sizes.topk(max(1, sizes.shape[1] // 100)).values[:, -1]
         g = torch.where(g.abs() >= along(least, g), g.sign(), 0.0)
     length = _length(g, norm)
-    return g / along(torch.where(length > 0, length, 1.0), g)
+    return g / along(or_one(length), g)
 
 
 def _length(delta: Tensor, norm: Norm) -> Tensor:

@@ -5,7 +5,6 @@ described in `docs/certificates.md`. The claims are about the real function of t
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -27,7 +26,7 @@ from equipoise.core import (
     flat_tensors,
     is_unmodified,
 )
-from equipoise.core.files import atomic_write, make_folder
+from equipoise.core.files import atomic_write, make_folder, write_json
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.lipschitz.rules.registry import bind
@@ -229,8 +228,7 @@ def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, byte
         digests[name] = hashlib.sha256(content).hexdigest()
         atomic_write(folder / name, content)
     full = {"version": "equipoise-bundle 1", **document, "digests": digests}
-    text = json.dumps(full, indent=1, allow_nan=False)
-    atomic_write(folder / "certificate.json", text + "\n")
+    write_json(folder / "certificate.json", full)
 
 
 def _require_same_function(model: nn.Module, network: "checker.Network", example: Tensor) -> None:

@@ -4,7 +4,6 @@
 naive edits, not a signature: who can write both files can write a digest that fits.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ from equipoise.core.files import (
     read_json,
     sealed,
     unsealed,
+    write_json,
 )
 
 #: a weights file longer than this is not read
@@ -65,7 +65,7 @@ def save_checkpoint(
         }
     )
     atomic_write(folder / "model.safetensors", weights)
-    atomic_write(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "config.json", config)
     return folder
 
 

@@ -10,6 +10,7 @@ from equipoise.core.accuracy import (
     average_certified_radius,
     certified_accuracy,
     certified_at,
+    floats,
     percent,
     round_levels,
 )
@@ -60,6 +61,7 @@ from equipoise.core.precision import (
     full_precision,
     gamma,
     inflate,
+    or_one,
     proving,
     rescaled,
     root,

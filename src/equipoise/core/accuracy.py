@@ -15,6 +15,11 @@ Mask = NDArray[np.bool_]
 Verdicts = TypeVar("Verdicts", bound=Any)
 
 
+def floats(values: ArrayLike) -> Floats:
+    """An array in float64."""
+    return np.asarray(values, dtype=np.float64)
+
+
 def certified_at(radius: Any, correct: Verdicts, epsilon: float) -> Verdicts:
     """Which inputs are certified at ε: `correct and R ≥ ε`, of arrays or of tensors.
 
@@ -61,7 +66,7 @@ def certified_accuracy(radius: ArrayLike, correct: ArrayLike, epsilon: ArrayLike
     [0.667, 0.333, 0.0]
     """
     radius, correct = _pair(radius, correct)
-    levels = np.asarray(epsilon, dtype=np.float64)
+    levels = floats(epsilon)
     shares = [certified_at(radius, correct, float(level)).mean() for level in levels.ravel()]
     return np.asarray(shares).reshape(levels.shape)
 
@@ -81,7 +86,7 @@ def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
 
 
 def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, Mask]:
-    r = np.asarray(radius, dtype=np.float64).ravel()
+    r = floats(radius).ravel()
     c = np.asarray(correct, dtype=bool).ravel()
     if r.size == 0 or r.shape != c.shape:
         raise InputError(

@@ -113,6 +113,17 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
             raise
 
 
+def write_json(path: str | Path, document: Any) -> None:
+    """Write plain data as JSON, completely or not at all; NaN and infinity are no JSON.
+
+    Args:
+        path: the file.
+        document: its new content.
+    """
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write(path, text + "\n")
+
+
 @contextmanager
 def locked(path: str | Path, busy: str) -> Iterator[None]:
     """Hold a lock on a file, made if need be; the system lets go of it when the process ends, however it dies.

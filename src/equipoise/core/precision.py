@@ -216,6 +216,11 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     return result
 
 
+def or_one(scale: Tensor) -> Tensor:
+    """What to divide by: 1 where there is nothing to scale."""
+    return torch.where(scale > 0, scale, 1.0)
+
+
 def row_lengths(x: Tensor) -> Tensor:
     """`‖x_i‖₂` of every row of a float64 matrix, rounded up; each is divided by its largest entry first, so that no square
     vanishes or overflows.
@@ -224,7 +229,7 @@ def row_lengths(x: Tensor) -> Tensor:
     0.0
     """
     largest = x.abs().amax(1)
-    unit = x / torch.where(largest > 0, largest, 1.0)[:, None]
+    unit = x / or_one(largest)[:, None]
     return inflate(
         largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64))
     )
@@ -232,9 +237,7 @@ def row_lengths(x: Tensor) -> Tensor:
 
 def safe_root(square: Tensor) -> Tensor:
     """`√s` for s ≥ 0, with the derivative 0 at 0, where that of the root is infinite."""
-    positive = square > 0
-    root = torch.where(positive, square, 1.0).sqrt()
-    return torch.where(positive, root, 0.0)
+    return torch.where(square > 0, or_one(square).sqrt(), 0.0)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log
 from equipoise.lipschitz.nonlinear import known, near, steep
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step, find_rule
+from equipoise.lipschitz.rules.registry import norm_of
 from equipoise.lipschitz.tangent import (
     activated,
     carried,
@@ -95,16 +96,12 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         return Box(None, None, inf, inf, log)
     mid, half, rounding = image
     rounding = torch.where(rounding > 0, rounding + _TINY, 0.0)
-    noise = float(frobenius(rounding.reshape(1, -1)))
+    noise = norm_of(rounding)
     # in logarithms, since the product of two small numbers may vanish
     dev = inflate(exp_up(combine(log_up(b.dev) for b, _ in sources)) + noise)
     rho = inflate(exp_up(combine(log_up(b.rho) for b, _ in sources)) + noise)
     half = inflate(half + rounding)
-    dev = min(
-        dev,
-        float(frobenius(half.reshape(1, -1))),
-        inflate(exp_up(log_product(log, log_up(radius))) + rho),
-    )
+    dev = min(dev, norm_of(half), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     return Box(mid, half, dev, rho, log)
 
@@ -122,7 +119,7 @@ def _local_step(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, B
         moved = frobenius(lengths[1], (-1,)).clamp_max(box.dev)
         return replace(
             signal,
-            norm=min(signal.norm, inflate(float(frobenius(box.mid.reshape(1, -1))) + box.dev)),
+            norm=min(signal.norm, inflate(norm_of(box.mid) + box.dev)),
             row=min(signal.row, inflate(float((frobenius(lengths[0], (-1,)) + moved).max()))),
             peak=min(signal.peak, float(entries.max())),
             low=max(

@@ -35,6 +35,7 @@ from equipoise.core import (
     frobenius,
     inflate,
     is_unmodified,
+    or_one,
 )
 from equipoise.lipschitz.attack import attack
 from equipoise.maps.algebra import spread
@@ -222,7 +223,7 @@ def residual_bound(
     # t_j ≥ 0 per row of B that makes R_j + t_j·K_j smallest
     rows = K.flatten(1)
     squares = rows.square().sum(1)
-    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, 1.0)
+    t = -(rows * R.flatten(1)).sum(1) / or_one(squares)
     t = along(t.clamp_min(0), K)
     E = R + t * K
     if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):

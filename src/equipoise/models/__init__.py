@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core import InputError, Shape, did_you_mean, format_down, format_up, percent
-from equipoise.core.files import atomic_write, read_bounded, read_json, sealed, unsealed
+from equipoise.core.files import atomic_write, read_bounded, read_json, sealed, unsealed, write_json
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import with_effective_weights
 
@@ -132,9 +132,7 @@ def save_certificate(
         "made": dict(made), "network": config["digest"],
         "about": "proved for the stored weights in real arithmetic; the rounding of the forward pass is not covered",
     }  # fmt: skip
-    atomic_write(
-        folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n"
-    )
+    write_json(folder / CERTIFICATE, sealed(document))
     atomic_write(folder / CARD, _card(name, document, config))
 
 

@@ -77,6 +77,7 @@ from equipoise.core import (
     by_construction,
     inflate,
     require_number,
+    root,
     single_down,
 )
 from equipoise.nn.activations import Described
@@ -298,7 +299,7 @@ class ConvexAttention(CPL):
         """The bound of the module's text in `max over tokens of ℓ2`."""
         value = self.lipschitz_upper(input_shape).value
         if self.window:
-            value *= inflate(sqrt(2 * self.heads))
+            value *= root(2 * self.heads)
         elif not self.memory:
             value = 2 * value + 1
         return Bound(inflate(value), Kind.UPPER, "convex attention")

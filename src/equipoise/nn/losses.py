@@ -25,6 +25,7 @@ from torch.nn import functional
 from equipoise.core import (
     InputError,
     certified_at,
+    or_one,
     require_number,
     require_one_of,
     require_positive,
@@ -422,7 +423,7 @@ def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
 def _lengths(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
     largest = x.detach().abs().amax(-1, keepdim=True)
-    unit = x / torch.where(largest > 0, largest, 1.0)
+    unit = x / or_one(largest)
     return largest[..., 0] * safe_root(unit.square().sum(-1))
 
 

@@ -1,7 +1,5 @@
 """What may stand where batch norm stood: centring, which does not stretch; and the last layer with rows of norm 1."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +8,10 @@ from equipoise.core import (
     InputError,
     along,
     by_construction,
-    inflate,
+    or_one,
     require_counts,
     require_number,
+    root,
     unit_roundoff,
 )
 from equipoise.nn.activations import Described
@@ -128,17 +127,17 @@ class UnitRows(Parametrization):
 
     def constant(self) -> float:
         """`√rows`, for every value of the weights."""
-        return inflate(math.sqrt(self.geometry.shape[0]))
+        return root(self.geometry.shape[0])
 
     def construct(self, raw: Tensor) -> Tensor:
         """The weight: in float64, and shrunk by what rounding may add to the length of a row."""
         wide = raw.double()
         largest = wide.detach().abs().amax(1, keepdim=True)
         # squares neither overflow nor vanish
-        w = wide / torch.where(largest == 0, 1.0, largest)
+        w = wide / or_one(largest)
         squares = w.square().sum(1, keepdim=True)
         margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
-        length = torch.where(squares == 0, 1.0, squares).sqrt()
+        length = or_one(squares).sqrt()
         return (w / length * (1 - margin)).to(raw.dtype)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from equipoise.core import Refused, full_precision
+from equipoise.core import Refused, full_precision, or_one
 
 Reach = tuple[int, ...]
 #: T, its exponent, the table A, and what went into every step
@@ -186,6 +186,11 @@ class Powers:
         return _kernel_gradient(gA, self.history, self.reach)
 
 
+def count_taps(K: Tensor) -> int:
+    """The number of taps of kernels `(g, co, ci, *taps)`."""
+    return math.prod(K.shape[3:])
+
+
 def powers(K: Tensor, t: int) -> Powers:
     """Of kernels `(g, co, ci, *taps)` whose entries are neither very large nor very small; nothing is recorded for autograd.
 
@@ -193,7 +198,7 @@ def powers(K: Tensor, t: int) -> Powers:
         K: the kernels, or matrices.
         t: number of squarings, plus one.
     """
-    taps = K.shape[3:] if math.prod(K.shape[3:]) > 1 else ()
+    taps = K.shape[3:] if count_taps(K) > 1 else ()
     with full_precision():
         if taps:
             T, log2, A, history = _kernel_powers(K.double(), t)
@@ -219,7 +224,7 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
     """
     half = (exponent / 2).floor()  # two exact steps: 2^-exponent alone may overflow
     whole = K.double() * torch.exp2(-half) * torch.exp2(half - exponent)
-    if math.prod(K.shape[3:]) > 1:
+    if count_taps(K) > 1:
         return _kernel_powers(whole, t)[:2]
     return _matrix_powers(whole.reshape(K.shape[:3]), t)[:2]
 
@@ -234,7 +239,7 @@ def largest_exponent(x: Tensor, batch: int) -> Tensor:
     largest = (
         x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
     )
-    return torch.where(largest > 0, largest, 1.0).log2().ceil()
+    return or_one(largest).log2().ceil()
 
 
 def _tamed(G: Tensor, log2: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,7 +255,7 @@ def refuse_large(K: Tensor, t: int) -> None:
         K: kernels.
         t: steps.
     """
-    if math.prod(K.shape[3:]) == 1:
+    if count_taps(K) == 1:
         return
     points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1
     if points**2 > _WAVES:

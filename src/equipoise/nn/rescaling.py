@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from equipoise.core import Shape, require_number, require_one_of, unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
-from equipoise.nn.powers import largest_exponent, powers, refuse_large, totals
+from equipoise.nn.powers import count_taps, largest_exponent, powers, refuse_large, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
 
 Side = Literal["input", "output", "smaller"]
@@ -60,7 +60,7 @@ def check_steps(t: int) -> None:
 
 def _in_closed_form(K: Tensor, t: int) -> bool:
     """Whether `_Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
-    wide = t > 1 and prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
+    wide = t > 1 and count_taps(K) == 1 and K.shape[1] < K.shape[2]
     return not wide and bool(largest_exponent(K, 0).abs().amax() <= 30)
 
 
@@ -83,7 +83,7 @@ def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tens
 
 def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """Row sums `Σ_j T_ij q_j/q_i` as computed, and at least the exact ones, both (g, n)."""
-    delta = rounding(K.shape[1], K.shape[2], prod(K.shape[3:]), t)
+    delta = rounding(K.shape[1], K.shape[2], count_taps(K), t)
     plain = weighted = total.sum(-1)
     if log_q is not None:
         log_q = log_q.to(total.device, total.dtype).clamp(-_LOG_Q, _LOG_Q)
@@ -182,7 +182,7 @@ def _factor(like: Tensor) -> float:
 
 def _shrunk(like: Tensor) -> float:
     """1 minus what rounding to the dtype adds to the norm."""
-    taps = prod(like.shape[3:])
+    taps = count_taps(like)
     u = unit_roundoff(like.dtype)
     return (
         1

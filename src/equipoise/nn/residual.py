@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import Bound, Kind, Refused, Shape, inflate, require_one_of
+from equipoise.core import Bound, Kind, Refused, Shape, inflate, or_one, require_one_of
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.parametrize import ComputedLayer, Tensors, check_padding, plain_geometry
@@ -117,7 +117,7 @@ class Residual(ComputedLayer):
         if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, R * offset if len(offset) else offset, empty
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
-        return inner, offset, torch.where(R > 0, R, 1.0).clamp(2.0**-60, 2.0**60)
+        return inner, offset, or_one(R).clamp(2.0**-60, 2.0**60)
 
     def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The block on `x`."""

@@ -24,6 +24,7 @@ from equipoise.core import (
     require_positive,
     safe_root,
 )
+from equipoise.nn.losses import margin
 from equipoise.smoothing.ramp import ramp_quantile
 from equipoise.smoothing.simplex import SimplexMap
 
@@ -191,8 +192,7 @@ def expected_radius(scores: Tensor, y: Tensor, sigma: float, lipschitz: float) -
     """
     require_positive(sigma=sigma, lipschitz=lipschitz)
     t = _Quantile.apply(scores.clamp(EDGE, 1 - EDGE), 1 / (lipschitz * sigma))
-    others = t.masked_fill(functional.one_hot(y, t.shape[1]).bool(), -math.inf)
-    return 0.5 * sigma * (t.gather(1, y[:, None])[:, 0] - others.amax(1))
+    return 0.5 * sigma * margin(t, y)
 
 
 def input_gradient_penalty(

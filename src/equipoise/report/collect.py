@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Floats, InputError
+from equipoise.core import Floats, InputError, floats
 from equipoise.lipschitz.report import Report
 from equipoise.runs import Results, Run, is_run, open_run, versions
 from equipoise.runs.run import BALLS
@@ -64,7 +64,7 @@ class Attacks:
     def accuracy(self, epsilon: Any) -> Floats:
         """The share of the inputs with no misclassified point found within ε."""
         distances = np.sort(self.distance)
-        within = np.searchsorted(distances, np.asarray(epsilon, dtype=np.float64), side="right")
+        within = np.searchsorted(distances, floats(epsilon), side="right")
         return np.asarray(1 - within / len(distances))
 
 

@@ -30,12 +30,12 @@ from equipoise.core.files import (
     Model,
     NonNegative,
     PositiveCount,
-    atomic_write,
     check_document,
     digest_document,
     open_regular,
     parse_json,
     read_json,
+    write_json,
 )
 from equipoise.runs.sources import InputId, Selection
 from equipoise.smoothing import SimplexMap
@@ -357,9 +357,7 @@ class Manifest(Document):
 
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
-        atomic_write(
-            folder / MANIFEST, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        )
+        write_json(folder / MANIFEST, self.to_dict())
 
 
 def is_run(folder: str | Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import Floats, InputError, Mask, as_upper
+from equipoise.core import Floats, InputError, Mask, as_upper, floats
 from equipoise.smoothing.intervals import (
     OneSide,
     betting,
@@ -357,4 +357,4 @@ def margin_bounds(
 
 
 def _column(risk: Any) -> Floats:
-    return np.asarray(risk, dtype=np.float64)[..., None]
+    return floats(risk)[..., None]

@@ -22,6 +22,7 @@ from equipoise.core import (
     Refused,
     as_upper,
     describe,
+    floats,
     require_eval,
     require_images,
     require_module,
@@ -499,7 +500,7 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     [-1, 0]
     """
     require_number(alpha, "alpha", least=POSITIVE, most=1)
-    array = np.asarray(counts, dtype=np.float64)
+    array = floats(counts)
     ordered = np.sort(array, axis=-1)
     most = ordered[..., -1]
     next_most = ordered[..., -2]

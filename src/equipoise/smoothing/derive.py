@@ -19,6 +19,7 @@ from equipoise.core import (
     Mask,
     Shape,
     explained,
+    floats,
     require_number,
     require_one_of,
 )
@@ -354,7 +355,7 @@ def _reshaped(whole: Certificates, shape: Shape) -> Certificates:
 
 def _numbers(values: ArrayLike, name: str, *axes: str) -> Floats:
     with explained(f"{name} must hold numbers, in rows of equal length"):
-        array = np.asarray(values, dtype=np.float64)
+        array = floats(values)
     if array.ndim < len(axes) or array.shape[-1] < 2:
         raise InputError(
             f"{name} must have shape (..., {', '.join(axes)}) with at least two classes, got {array.shape}"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betainc, betaincinv, betaln
 
-from equipoise.core import Floats, InputError
+from equipoise.core import Floats, InputError, floats
 
 Side = Literal["lower", "upper", "both"]
 OneSide = Literal["lower", "upper"]
@@ -201,7 +201,7 @@ def complement(p: Floats) -> Floats:
 
 def _arrays(*values: ArrayLike, least: int = 1) -> list[Floats]:
     """Non-negative arrays of one shape, the last two numbers of draws (at least so many) and risks."""
-    arrays = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in values))
+    arrays = np.broadcast_arrays(*(floats(v) for v in values))
     *rest, n, alpha = arrays
     if not np.all((alpha >= _SMALLEST) & (alpha < 1)):
         raise InputError(
@@ -232,7 +232,7 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     >>> round(float(betting(x, 0.001, "lower")), 3)
     0.891
     """
-    x = np.asarray(samples, dtype=np.float64)
+    x = floats(samples)
     if x.ndim < 1 or not np.all((x >= 0) & (x <= 1)):
         raise InputError("betting needs samples in [0, 1] along the last axis")
     _, _, alpha = _arrays(np.zeros(x.shape[:-1]), x.shape[-1], alpha)
@@ -302,7 +302,7 @@ def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
     >>> bool(log_e_value(990, 1000, 0.9) > np.log(1000)), bool(log_e_value(900, 1000, 0.9) < 0)
     (True, True)
     """
-    a, t, p = (np.asarray(v, dtype=np.float64) for v in (hits, draws, p0))
+    a, t, p = (floats(v) for v in (hits, draws, p0))
     if not np.all((a >= 0) & (a <= t * (1 + 1e-12))):
         raise InputError("hits must lie between 0 and the number of draws")
     if not np.all((p > 0) & (p < 1)):

@@ -22,7 +22,7 @@ Reference: Stouffer et al. (1949); intersection–union tests, Berger (1982).
 import numpy as np
 from scipy.special import betainc, betaincinv, ndtr, ndtri
 
-from equipoise.core import Floats
+from equipoise.core import Floats, floats
 from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.ramp import quantile
 
@@ -56,7 +56,7 @@ def joint_radius(
     >>> bool(joint_radius(np.array([300.0]), np.array([70.0]), np.array([1000.0]), selection, 1e-3)[0] > 0.33)
     True
     """
-    n_a, n_k, n = (np.asarray(v, dtype=np.float64) for v in (hits, rival, draws))
+    n_a, n_k, n = (floats(v) for v in (hits, rival, draws))
     weight, low, high = _zone(*selection, n)
     usable = (n_a > 0) & (n_a < n) & np.isfinite(low) & np.isfinite(high)
     n_a = np.where(usable, n_a, 1.0)

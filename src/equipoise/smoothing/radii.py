@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from equipoise.core import Floats, InputError, as_upper
+from equipoise.core import Floats, InputError, as_upper, floats
 from equipoise.smoothing.ramp import quantile, ramp_quantile
 
 _DOWN = 1 - 2.0**-49
@@ -131,7 +131,7 @@ def _width(lipschitz: Floats, sigma: Floats) -> Floats:
 
 
 def _probability(p: ArrayLike, name: str) -> Floats:
-    array = np.asarray(p, dtype=np.float64)
+    array = floats(p)
     if array.size and not np.all((array >= 0) & (array <= 1)):
         bad = array[~((array >= 0) & (array <= 1))].flat[0]
         raise InputError(f"{name} must lie in [0, 1], got {bad}")
@@ -146,7 +146,7 @@ def positive(sigma: ArrayLike, name: str) -> Floats:
         name: for the message.
     """
     try:
-        array = np.asarray(sigma, dtype=np.float64)
+        array = floats(sigma)
     except (TypeError, ValueError):
         array = np.asarray(np.nan)
     if not np.all((array > 0) & (array <= _LARGEST)):
@@ -158,5 +158,5 @@ def _constant(lipschitz: Any) -> Floats:
     if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
         if not np.all(lipschitz >= 0):
             raise InputError("the Lipschitz constants must be non-negative numbers")
-        return np.asarray(lipschitz, dtype=np.float64)
+        return floats(lipschitz)
     return np.asarray(as_upper(lipschitz))

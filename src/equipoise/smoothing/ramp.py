@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri
 
-from equipoise.core import Floats
+from equipoise.core import Floats, floats
 
 _EPS = 2.0**-48  # relative error allowed to a special function, times (1 + x²) in the tail
 _ROUND = 2.0**-50  # a handful of rounded operations
@@ -35,7 +35,7 @@ def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
     >>> bool(low < 1.959963984540054 < up), bool(up - low < 1e-12)
     (True, True)
     """
-    z = np.asarray(ndtri(np.asarray(p, dtype=np.float64)))
+    z = np.asarray(ndtri(floats(p)))
     slack = _EPS * np.abs(z)
     with np.errstate(invalid="ignore"):
         low = z - slack
@@ -60,7 +60,7 @@ def ramp_quantile(p: ArrayLike, width: ArrayLike) -> tuple[Floats, Floats]:
     >>> bool((up - low < 1e-11).all())
     True
     """
-    p, a = np.broadcast_arrays(np.asarray(p, dtype=np.float64), np.asarray(width, dtype=np.float64))
+    p, a = np.broadcast_arrays(floats(p), floats(width))
     shape = p.shape
     p = p.ravel()
     a = a.ravel()

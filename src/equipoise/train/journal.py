@@ -29,6 +29,7 @@ from equipoise.core.files import (
     make_folder,
     open_weights,
     read_json,
+    write_json,
 )
 from equipoise.train.config import Plain
 
@@ -77,7 +78,7 @@ def claim(
                 f"{folder} belongs to another recipe ({listed}): choose another --run-dir, or remove this one"
             )
     else:
-        atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_json(path, document)
     return read_state(folder / STATE) if (folder / STATE).exists() else None
 
 

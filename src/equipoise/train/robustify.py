@@ -1,6 +1,5 @@
 """An existing network made 1-Lipschitz and trained further: what it was and what it became, in one table."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from equipoise.checkpoints import load_model
 from equipoise.conversion import Conversion, Rescaled, export, make_lipschitz
 from equipoise.core import InputError, deflate
-from equipoise.core.files import atomic_write, read_json
+from equipoise.core.files import read_json, write_json
 from equipoise.nn.models import MODELS
 from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import Part, build_data, require_fit
@@ -91,8 +90,7 @@ def robustify(
     names = ("accuracy", "certified_accuracy", "bound")
     columns = [{name: row.get(name) for name in names} for row in (before, after)]
     robustified = Robustified(result, net.conversion, *columns)
-    text = json.dumps(robustified.to_dict(), indent=1) + "\n"
-    atomic_write(Path(run_dir) / "before-after.json", text)
+    write_json(Path(run_dir) / "before-after.json", robustified.to_dict())
     return robustified
 
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from equipoise.core.precision import gamma, inflate
+from equipoise.core.precision import gamma, inflate, row_lengths
 from equipoise.lipschitz.local.curves import Hinge, Lines
 from equipoise.lipschitz.local.graph import Activation, Affine, Network
+from equipoise.lipschitz.rules.registry import norm_of
 
 Norm = Literal["l2", "linf", "l1"]
 #: entries of a batch of rows at the widest node (float64)
@@ -177,7 +178,7 @@ def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
     total = inflate(math.hypot(*grown) if node.root else math.fsum(grown))
     if node.rows is not None:
         lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]) + _TINY)
-    total = min(total, inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    total = min(total, norm_of(lip))
     return lip.clamp_max(total), total
 
 
@@ -216,10 +217,7 @@ def _activation(ball: Ball, node: Activation, k: int) -> None:
     slopes = curve.secants((low, high), low, high)
     steepest = torch.maximum(slopes[0].abs(), slopes[1].abs())
     lip = inflate(steepest * ball.lip[s]) + _TINY * (steepest > 0)
-    total = min(
-        inflate(steep * ball.total[s]) + _TINY,
-        inflate(float(torch.linalg.vector_norm(lip)) * _WIDER),
-    )
+    total = min(inflate(steep * ball.total[s]) + _TINY, norm_of(lip))
     ball.lines[k] = lines
     g = gamma(len(least) + 1024, torch.float64)
     constants = torch.maximum(lines.below.abs(), lines.above.abs())
@@ -265,9 +263,7 @@ def _sharpen(ball: Ball, k: int) -> None:
     unit = torch.eye(network.sizes[k], dtype=torch.float64)
     A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
     ball.lip[k] = torch.minimum(ball.lip[k], inflate((dual_norm(A, "l2") + moved + error) * _WIDER))
-    ball.total[k] = min(
-        ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER)
-    )
+    ball.total[k] = min(ball.total[k], norm_of(ball.lip[k]))
 
 
 def slope_ranges(
@@ -384,13 +380,7 @@ def dual_norm(A: Tensor, norm: Norm) -> Tensor:
     """
     if norm == "linf":
         return inflate(A.abs().sum(1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
-    largest = A.abs().amax(1)
-    if norm == "l1":
-        return largest
-    unit = A / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return inflate(
-        largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64))
-    )
+    return A.abs().amax(1) if norm == "l1" else row_lengths(A)
 
 
 def walk(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, inflate
+from equipoise.core.precision import frobenius, gamma, inflate, root
 from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.operations import Copy, Largest
 from equipoise.lipschitz.propagate import Propagation
@@ -264,13 +264,11 @@ def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
     x = step.gains[0][0]
     windows = _windows(call, x.shape, step.map.dims)
     count = int(torch.bincount(windows.flatten()).max())
-    at = builder.linear(
-        builder.index[x.node], lambda v, _: v.reshape(-1)[windows], inflate(math.sqrt(count))
-    )
+    at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], root(count))
     left, one = len(windows), torch.ones(1, dtype=torch.float64)
     while left > 1:
         half = left // 2
-        gap = builder.linear(at, functools.partial(_difference, half), inflate(math.sqrt(2)))
+        gap = builder.linear(at, functools.partial(_difference, half), root(2))
         switch = builder.add(Activation(gap, Hinge(0 * one, one)), builder.shapes[gap])
         shapes = (builder.shapes[at], builder.shapes[switch])
         shape = (left - half, shapes[0][1])

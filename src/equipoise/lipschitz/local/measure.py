@@ -29,6 +29,7 @@ from equipoise.core import (
     proving,
     require_one_of,
     require_positive,
+    row_lengths,
 )
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.capture import as_batch, as_function, capture
@@ -117,10 +118,7 @@ def local_lipschitz(
 
     program = capture(model, x[:1])
     cache = Cache(rtol)
-    reach = inflate(
-        float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12)
-        + radius
-    )
+    reach = inflate(float(row_lengths(x.detach().double().flatten(1)).max()) + radius)
     with proving():
         run = propagate(program, reach, rtol, cache)
         engine = LocalBound(run, cache, effort, seconds)
@@ -261,12 +259,7 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
 
     rows = torch.eye(network.sizes[-1], dtype=torch.float64)
     J, _, error = walk(
-        network,
-        network.last,
-        rows,
-        through,
-        difference_spread(ball, slopes),
-        offset=False,
+        network, network.last, rows, through, difference_spread(ball, slopes), offset=False
     )
     total = inflate(_norm(J) + switching + float(frobenius(error[None])))
     return math.inf if math.isnan(total) else total

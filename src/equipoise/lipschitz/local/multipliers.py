@@ -35,6 +35,7 @@ from torch.nn.functional import one_hot
 
 from equipoise.core.precision import float64, gamma, inflate
 from equipoise.lipschitz.local.backward import ENTRIES, Ball, Slopes, difference_spread, walk
+from equipoise.lipschitz.rules.registry import norm_of
 from equipoise.norms.cholesky import below
 
 _U = 2.0**-53
@@ -318,7 +319,7 @@ def constant_by(maps: Reduced, s: Tensor) -> float:
     if int(info) or not torch.isfinite(E).all():
         return math.inf
     least = max(float(torch.linalg.eigvalsh(E)[-1]), 0.0)
-    floor = _NOISE * float(torch.linalg.vector_norm(maps.slack[n:])) + 1e-290
+    floor = _NOISE * norm_of(maps.slack[n:]) + 1e-290
     for more in (1e-9, 1e-7, 1e-5, 1e-3, 1e-1):
         L = max(math.sqrt(least) * (1 + more), floor)
         if proves(maps, s.sqrt(), L):
@@ -345,9 +346,7 @@ def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
     trace = inflate(trace * (1 + gamma(d + n + 64, torch.float64)))
     error = gamma(d + n + 64, torch.float64) * trace + 1e-290
     apart = inflate(
-        float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9)
-        + 16 * _U * math.sqrt(trace)
-        + 1e-290
+        norm_of(maps.slack * inverse) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290
     )
     if apart >= 0.5:
         return False

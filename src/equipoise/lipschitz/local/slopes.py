@@ -30,6 +30,7 @@ from torch import Tensor
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.backward import Ball, by_lines, finish, lower_bounds, walk
 from equipoise.lipschitz.local.curves import Hinge
+from equipoise.lipschitz.rules.registry import norm_of
 
 _U = 2.0**-53
 #: Adam's step for slopes and for logarithms of λ, with the ball of a layer and without, and its decay
@@ -107,8 +108,7 @@ def layer_radius(ball: Ball, k: int) -> float:
         ball: with bounds of differences.
         k: index of the node.
     """
-    slip = float(torch.linalg.vector_norm(ball.slip[k])) * (1 + 1e-9)
-    return inflate(inflate(ball.total[k] * ball.radius) + slip)
+    return inflate(inflate(ball.total[k] * ball.radius) + norm_of(ball.slip[k]))
 
 
 def relaxed_bounds(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from equipoise.core import deflate, inflate
+from equipoise.core import deflate, inflate, root
 from equipoise.lipschitz.operations import Normalised, Opaque, Product, Term
 from equipoise.lipschitz.rules.registry import (
     BALL,
@@ -33,7 +33,7 @@ def softmax(call: Call) -> Step:
     """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
     x = call.x
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
-    size = inflate(sqrt(x.numel // max(1, x.shape[call["dim"]])))
+    size = root(x.numel // max(1, x.shape[call["dim"]]))
     row = 1.0 if last else inf
     return Step(
         ((x, 0.5),),
@@ -53,7 +53,7 @@ def log_softmax(call: Call) -> Step:
     """√n over n entries: the Jacobian I − 1pᵀ at a vertex."""
     x = call.x
     n = x.shape[call["dim"]]
-    gain = inflate(sqrt(n)) if n > 1 else 0.0
+    gain = root(n) if n > 1 else 0.0
     offset = inflate(log(n + 1) * sqrt(x.numel))
     by_row = call["dim"] in (-1, len(x.shape) - 1)
     return Step(((x, gain),), "log-softmax", offset=offset, by_row=by_row)
@@ -327,7 +327,7 @@ def _attention(call: Call, scores: Signal, v: Signal) -> Step:
     """
     if not isfinite(v.row):
         _unbounded(call, "attention")
-    queries = inflate(sqrt(scores.shape[-2]))
+    queries = root(scores.shape[-2])
     norm = inflate(sqrt(prod(call.shape[:-1])) * v.row)
     gains = ((scores, inflate(min(v.row, v.norm / 2))), (v, queries))
     map = Product(((scores, v.row, "peak"), (v, 1.0, "row")))

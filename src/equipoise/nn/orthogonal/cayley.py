@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import InputError
+from equipoise.core import InputError, or_one
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.orthogonal.frame import Size
 from equipoise.nn.orthogonal.frequency import FrequencyConv2d, capped, contracted, symbol
-from equipoise.nn.orthogonal.polar import or_one, project_to_contraction
+from equipoise.nn.orthogonal.polar import project_to_contraction
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 
 #: what is added to a Gram matrix, relative to the mean of its diagonal
@@ -85,7 +85,7 @@ def reflector(V: Tensor, rows: int) -> Tensor:
 def _sized(V: Tensor) -> Tensor:
     """In double precision, scaled to entries of at most 1: squares neither overflow nor vanish."""
     V = V.to(torch.complex128 if V.is_complex() else torch.float64)
-    return V / or_one(V.detach().abs().flatten().amax(0))
+    return V / or_one(V.detach().abs().amax())
 
 
 def _gram(V: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from equipoise.core import Bound, Kind, Shape, gamma, unit_roundoff
+from equipoise.core import Bound, Kind, Shape, gamma, or_one, unit_roundoff
 from equipoise.nn.orthogonal.frame import FramedConv2d, Size
-from equipoise.nn.orthogonal.polar import or_one
 
 
 def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
@@ -109,9 +108,7 @@ def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
         channels: of the smaller side.
     """
     cap = 16.0 * max(1.0, math.sqrt(channels / 64))
-    largest = torch.stack([k.detach().abs().flatten().amax(0) for k in kernels if k.numel()]).amax(
-        0
-    )
+    largest = torch.stack([k.detach().abs().amax() for k in kernels if k.numel()]).amax(0)
     largest = or_one(largest)
     unit = [k / largest for k in kernels]
     total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)

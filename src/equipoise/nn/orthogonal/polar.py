@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equipoise.core import Shape, require_counts, unit_roundoff
+from equipoise.core import Shape, or_one, require_counts, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 
@@ -83,11 +83,6 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
         W = by_steps(W, CONVERGING if steps is None else (1.0,) * (steps - 1)).to(raw.dtype)
     W = W * scale if scale != 1 else W
     return W.mT if tall else W
-
-
-def or_one(scale: Tensor) -> Tensor:
-    """What to divide by: 1 where there is nothing to scale."""
-    return torch.where(scale > 0, scale, 1.0)
 
 
 def _precision(raw: Tensor) -> torch.dtype:

@@ -24,10 +24,19 @@ from scipy.special import jv
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core import POSITIVE, Bound, Kind, Refused, Shape, full_precision, require_number
+from equipoise.core import (
+    POSITIVE,
+    Bound,
+    Kind,
+    Refused,
+    Shape,
+    full_precision,
+    or_one,
+    require_number,
+)
 from equipoise.maps.linear import convolution
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
-from equipoise.nn.orthogonal.polar import last_step, or_one
+from equipoise.nn.orthogonal.polar import last_step
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.differentiable import symbol_norm
@@ -88,7 +97,7 @@ def skew(M: Tensor) -> Tensor:
     Entries beyond 2⁶⁰ are scaled down first, all by one number: their difference would overflow, and only the direction
     of so large a kernel counts.
     """
-    c = M.detach().abs().flatten().amax(0)
+    c = M.detach().abs().amax()
     M = M * torch.where(c > 2.0**60, 2.0**60 / c, 1.0)
     return M - M.transpose(1, 2).flip(3, 4)
 
@@ -103,7 +112,7 @@ def bounded(A: Tensor, angle: float) -> Tensor:
         A: skew kernels (g, c, c, kh, kw).
         angle: largest norm.
     """
-    c = or_one(A.detach().abs().flatten().amax(0))
+    c = or_one(A.detach().abs().amax())
     unit = A / c
     bound, delta = symbol_norm(unit.double(), 3, 8)
     return unit * (angle / torch.maximum(bound * (1 + delta + 1e-9), angle / c.double())).to(
@@ -267,7 +276,7 @@ class SOC(Parametrization):
         """The weight."""
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         n = tall.shape[1]
-        largest = or_one(tall.detach().abs().flatten().amax(0).double())
+        largest = or_one(tall.detach().abs().amax().double())
         unit = tall.double() / largest
         parts = [unit[:n] - unit[:n].mT, *([unit[n:]] if len(unit) > n else [])]
         bound = torch.stack(
