@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core import or_one
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.modules import by_construction
 from equipoise.nn.activations import BetaAbs
@@ -35,7 +36,7 @@ from equipoise.nn.orthogonal.frequency import (
     isometry_bound,
     symbol,
 )
-from equipoise.nn.orthogonal.polar import BCOPConv2d, BCOPLinear, or_one
+from equipoise.nn.orthogonal.polar import BCOPConv2d, BCOPLinear
 from equipoise.nn.parametrize import ComputedLayer, Tensors
 from equipoise.nn.pooling import L2NormPool2d, SpaceToDepth
 from equipoise_lab.sandwich import constructed
