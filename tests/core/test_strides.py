@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise.attacks import pgd, smooth_pgd
 from equipoise.core import fresh_strides
+from equipoise.core.files import Digest
 from equipoise.curvature import LossHessian
 from equipoise.data import Dataset, random_crop, random_flip
 from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies
@@ -102,3 +103,11 @@ def test_the_same_numbers_with_fresh_strides(shape):
     x = grey().requires_grad_()
     fresh_strides(x).square().sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(()).expand(1, 1), torch.ones(1, 5)[:, ::5], torch.ones(()).expand(3, 2)], ids=lambda x: x.stride()
+)
+def test_the_digest_of_a_tensor_does_not_depend_on_its_strides(x):
+    plain = torch.ones(x.shape)
+    assert str(Digest("").add("x", x)) == str(Digest("").add("x", plain)) != str(Digest("").add("x", 2 * plain))

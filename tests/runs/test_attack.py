@@ -33,6 +33,8 @@ def test_proved_runs_show_the_power_of_the_attack(tmp_path, net, xy, norm):
     assert summary.kind == "base"
     assert summary.broken == []
     assert summary.broken_beyond == summary.inside == len(xy[0])  # a linear network: radii are exact
+    few = attack_run(tmp_path / "a", net, xy, steps=20, limit=2)
+    assert (few.inputs, few.inside, few.broken_beyond) == (2, summary.inside, summary.broken_beyond)
     levels = {f * row.radius for row in run.rows for f in (0.99, 1.5)}
     assert {a.epsilon for a in open_run(tmp_path / "a").attacks()} == levels
 
@@ -72,6 +74,7 @@ WRONG = {
     "fewer data": (lambda net, xy: (net, (xy[0][:5], xy[1][:5])), {}, Refused, "total: 12 → 5"),
     "a radius below 0": (lambda net, xy: (net, xy), {"epsilons": [-1.0]}, InputError, "non-negative"),
     "no steps": (lambda net, xy: (net, xy), {"steps": 0}, InputError, "steps must be"),
+    "a limit below 0": (lambda net, xy: (net, xy), {"limit": -2}, InputError, "limit must be"),
     "huge votes": (lambda net, xy: (net, xy), {"votes": 10**15}, InputError, "votes must be"),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equipoise.attacks import misclassified, pgd, smooth_pgd
 from equipoise.core import EquipoiseError, InputError, Refused, format_down, guarded, require_number
+from equipoise.core.files import check_document
 from equipoise.runs.jobs import Job, prepare, usable_device
 from equipoise.runs.run import Run, Violation, as_levels, open_run
 from equipoise.runs.sources import InputId, Inputs, Item, Selection, portable
@@ -38,7 +39,8 @@ class AttackSummary:
         inputs: how many were attacked.
         inside: how many were attacked inside their certified radius.
         broken: certificates that broke there; any one is a bug, or the risk alpha.
-        broken_beyond: how many of them broke at 1.5 times their radius: the power of the attack.
+        broken_beyond: how many of them broke at 1.5 times their radius: the power of the attack. These three also count
+            the attacks that the run had before.
         accuracy: for each `epsilon` the `attacked` accuracy, the share of the inputs that no attack broke, which is an upper
             bound of the robust accuracy, and the `certified` accuracy of the same inputs.
         failures: why inputs could not be attacked.
@@ -58,8 +60,8 @@ class AttackSummary:
         what = "the network itself" if self.kind == "base" else "the smoothed classifier"
         lines = [
             f"{self.inputs} inputs of {self.run} attacked, {what}",
-            f"inside certified radii: {len(self.broken)} of {self.inside} broke (0 may)",
-            f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} broke (the power of the attack)",
+            f"inside certified radii: {len(self.broken)} of {self.inside} of the run broke (0 may)",
+            f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} of them broke (the power of the attack)",
         ]
         for v in self.broken:
             radius = format_down(v.radius)
@@ -112,7 +114,11 @@ def attack_run(
     """
     run = run if isinstance(run, Run) else open_run(run)
     levels = [level for level in as_levels(epsilons) if level > 0]
-    for name, value in {"steps": steps, "votes": votes}.items():
+    for name, value in {
+        "steps": steps,
+        "votes": votes,
+        "limit": 1 if limit is None else limit,
+    }.items():
         require_number(value, name, least=1, most=10**7, whole=True)
     job = prepare(model, dataset, run.settings.model_copy(update={"device": device}))
     changes = differences(run.manifest, job.manifest, ("device", "fixed map", "constant"))
@@ -148,13 +154,14 @@ def attack_run(
                 progress(count, len(rows))
 
     certified = attacker.certified
+    beyond = {(name, radius * BEYOND) for name, radius in certified.items()}
     count = max(len(attacked), 1)
     return AttackSummary(
         str(run.folder),
         attacker.kind,
         len(attacked),
         *run.contradictions(attacker.results),
-        sum(success.get((name, certified[name] * BEYOND), False) for name in attacked),
+        len({old.id for old in run.attacks() if old.success and (old.id, old.epsilon) in beyond}),
         [
             {
                 "epsilon": e,
@@ -320,7 +327,8 @@ def predict_run(
     # fresh noise: the draws of the certificates are not used again
     manifest = run.manifest.reseeded(None)
     classifier = TaskSpec(network, manifest, usable_device(device), torch.empty(0)).classifier()
-    for position in Selection(limit=limit).positions(len(inputs)):
+    selection = check_document({"limit": limit}, Selection, "predict")
+    for position in selection.positions(len(inputs)):
         row = {"id": inputs.ids[position]}
         row |= dict.fromkeys(("label", "answer", "failure"))
         try:
