@@ -1,7 +1,7 @@
 """Checks of arguments at the public border: what was expected, what came, what to do. Inside the library they are trusted."""
 
-import math
 import sys
+from math import inf, isfinite
 from typing import Any, get_args
 
 import torch
@@ -150,7 +150,7 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
 
 
 def require_number(
-    value: Any, name: str, *, least: float = -math.inf, most: float = math.inf, whole: bool = False
+    value: Any, name: str, *, least: float = -inf, most: float = inf, whole: bool = False
 ) -> float:
     """The number, if it is finite, within its limits and, where asked for, whole.
 
@@ -174,14 +174,14 @@ def require_number(
         isinstance(number, kinds)
         and not isinstance(number, bool)
         and least <= number <= most
-        and math.isfinite(number)
+        and isfinite(number)
     ):
         return number
     expected = "a whole number" if whole else "a finite number"
     if least == POSITIVE:
         expected = "a positive number"
-    elif least > -math.inf:
+    elif least > -inf:
         expected += f", at least {least:g}"
-    if most < math.inf:
+    if most < inf:
         expected += f", at most {most:g}"
     raise InputError(f"{name} must be {expected}, got {describe(value)}")

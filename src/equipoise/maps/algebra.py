@@ -4,8 +4,8 @@ The norm of a composition is at most, and often far below, the product of the no
 `error` bounds the ℓ2 operator norm of what rounding did to them.
 """
 
-import math
 from dataclasses import replace
+from math import prod, sqrt
 
 import torch
 from torch import Tensor
@@ -89,9 +89,9 @@ def spread(weight: Tensor, conv: Convolution) -> float:
         weight: the weight.
         conv: a convolution with the geometry.
     """
-    taps = math.prod(weight.shape[2:])
-    repeats = 1 if conv.padding == "zeros" else math.prod(1 + sum(pair) for pair in conv.amount)
-    return inflate(float(frobenius(weight.flatten(1))) * math.sqrt(taps) * repeats)
+    taps = prod(weight.shape[2:])
+    repeats = 1 if conv.padding == "zeros" else prod(1 + sum(pair) for pair in conv.amount)
+    return inflate(float(frobenius(weight.flatten(1))) * sqrt(taps) * repeats)
 
 
 def _shared_dim(a: Diagonal, b: Diagonal) -> int | None:
@@ -193,7 +193,7 @@ def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
         for axis, (left, right), n in zip(conv.axes, pad.amount, pad.size, strict=True)
     )
     # a padding repeats a pixel at most so often
-    error = conv.error * math.prod(1 + sum(pair) for pair in pad.amount)
+    error = conv.error * prod(1 + sum(pair) for pair in pad.amount)
     return Convolution(
         conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), inflate(error)
     )

@@ -76,6 +76,7 @@ from equipoise.core import (
     Shape,
     by_construction,
     inflate,
+    require_counts,
     require_number,
     root,
     single_down,
@@ -119,8 +120,7 @@ def attention_gain(tokens: int) -> float:
 
 
 def _check_heads(width: int, heads: int) -> None:
-    require_number(width, "width", least=1, whole=True)
-    require_number(heads, "heads", least=1, whole=True)
+    require_counts(width=width, heads=heads)
     if width % heads:
         raise InputError(f"heads must divide the width, got {heads} and {width}")
 

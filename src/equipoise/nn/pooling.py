@@ -1,6 +1,6 @@
 """Down- and upsampling of norm at most 1: pooling without overlap, rearrangements of pixels, channels of zeros."""
 
-import math
+from math import prod, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class _Windows(Described):
     def _reached(self) -> int:
         """How many windows a pixel reaches."""
         pairs = zip(_pair(self.kernel_size), _pair(self.stride), strict=True)
-        return math.prod(-(-k // max(s, 1)) for k, s in pairs)
+        return prod(-(-k // max(s, 1)) for k, s in pairs)
 
     def _constant(self) -> float:
         """`√` of the number of windows that a pixel reaches."""
@@ -89,7 +89,7 @@ class ScaledAvgPool2d(_Windows):
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
         pooled = functional.avg_pool2d(x, self.kernel_size, self.stride)
-        return pooled * single_down(math.sqrt(math.prod(_pair(self.kernel_size))))
+        return pooled * single_down(sqrt(prod(_pair(self.kernel_size))))
 
 
 class L2NormPool2d(_Windows):
@@ -122,7 +122,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
-        return x.mean((2, 3)) * single_down(math.sqrt(x.shape[2] * x.shape[3]))
+        return x.mean((2, 3)) * single_down(sqrt(x.shape[2] * x.shape[3]))
 
 
 class SpaceToDepth(nn.PixelUnshuffle):

@@ -24,7 +24,7 @@ from scipy.special import betainc, betaincinv, ndtr, ndtri
 
 from equipoise.core import Floats, floats
 from equipoise.smoothing.intervals import clopper_pearson
-from equipoise.smoothing.ramp import quantile
+from equipoise.smoothing.ramp import density, quantile
 
 _SLACK = 1e-9  # relative error allowed to the special functions; far above what was seen
 _CELLS = (28, 40, 28)  # below, around and above the observed share
@@ -127,7 +127,7 @@ def _cells(hits: Floats, draws: Floats, low: Floats, high: Floats) -> Floats:
     """Ends of cells that cover the zone, narrow where the votes are."""
     p = (hits + 0.5) / (draws + 1)
     centre = ndtri(p)
-    half = _WIDTH * np.sqrt(p * (1 - p) / draws) / _density(centre)
+    half = _WIDTH * np.sqrt(p * (1 - p) / draws) / density(centre)
     a = np.clip(centre - half, low, high)
     b = np.clip(centre + half, low, high)
     below, around, above = (np.linspace(0, 1, c + 1) for c in _CELLS)
@@ -149,15 +149,11 @@ def _zone(top: Floats, second: Floats, total: Floats, n: Floats) -> tuple[Floats
     p1 = (top + 0.5) / (total + 1)
     theta = np.clip((second + 0.5) / (total - top + 0.85), 1e-4, 1 - 1e-4)
     p2 = theta * (1 - p1)
-    slope1 = 1 / _density(ndtri(p1))
-    slope2 = 1 / _density(ndtri(p2))
+    slope1 = 1 / density(ndtri(p1))
+    slope2 = 1 / density(ndtri(p2))
     own = np.sqrt(p1 * (1 - p1)) * (slope1 + theta * slope2)
     others = np.sqrt((1 - p1) * theta * (1 - theta)) * slope2
     spread = np.sqrt(p1 * (1 - p1) / n) * slope1
     ends = (betaincinv(top + 0.5, total - top + 0.5, q) for q in (0.002, 0.99))
     low, high = (ndtri(p) for p in ends)
     return own / np.hypot(own, others), low - 5 * spread, high + 3 * spread
-
-
-def _density(z: Floats) -> Floats:
-    return np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)

@@ -28,6 +28,11 @@ _BLOCK = 1 << 13
 _INV_SQRT_2PI = 1 / sqrt(2 * pi)
 
 
+def density(z: Floats) -> Floats:
+    """That of the standard normal law."""
+    return _INV_SQRT_2PI * np.exp(-0.5 * z * z)
+
+
 def quantile(p: ArrayLike) -> tuple[Floats, Floats]:
     """`lower ≤ Φ⁻¹(p) ≤ upper`, in floating point.
 
@@ -142,8 +147,8 @@ def _tail(x: Floats, a: Floats, bounded: bool = True) -> tuple[Floats, Floats, F
     if thin.all():
         return _series(x - a / 2, a)
     y = x - a
-    phi_x = _INV_SQRT_2PI * np.exp(-0.5 * x * x)
-    phi_y = _INV_SQRT_2PI * np.exp(-0.5 * y * y)
+    phi_x = density(x)
+    phi_y = density(y)
     cdf_x = ndtr(x)
     cdf_y = ndtr(y)
     h = (x * cdf_x + phi_x - y * cdf_y - phi_y) / a
@@ -165,7 +170,7 @@ def _evaluation_error(x: Floats, phi: Floats, cdf: Floats, a: Floats) -> Floats:
 def _series(t: Floats, a: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """The same for a thin ramp: `H = Φ + a²Φ''/24 + a⁴Φ''''/1920 + R`, `|R| ≤ a⁶·max|Φ⁽⁶⁾|/322560` near t."""
     b = a * a
-    phi = _INV_SQRT_2PI * np.exp(-0.5 * t * t)
+    phi = density(t)
     cdf = ndtr(t)
     h = cdf - phi * (b / 24 * t + b * b / 1920 * (t * t * t - 3 * t))
     slope = phi * (1 + b / 24 * (t * t - 1))

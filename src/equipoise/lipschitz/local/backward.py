@@ -12,10 +12,10 @@ The same walk with reference slopes in place of lines, and bounds of differences
 of `multipliers`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precision`.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum, hypot, inf, prod
 from typing import Literal
 
 import torch
@@ -103,7 +103,7 @@ def enclose_ball(
     norm: Norm = "l2",
     *,
     bounds: Sequence[Bounds] | None = None,
-    deadline: float = math.inf,
+    deadline: float = inf,
     known: Mapping[int, float] | None = None,
     widths: Tensor | None = None,
 ) -> Ball | None:
@@ -129,7 +129,7 @@ def enclose_ball(
             _affine(ball, node)
         else:
             _activation(ball, node, k)
-        if known is not None and known.get(k, math.inf) < ball.total[k]:
+        if known is not None and known.get(k, inf) < ball.total[k]:
             ball.total[k] = known[k]
             ball.lip[k] = ball.lip[k].clamp_max(known[k])
         if not torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all():
@@ -150,7 +150,7 @@ def _enter(ball: Ball) -> None:
 
 
 def _affine(ball: Ball, node: Affine) -> None:
-    g = 2 * node.gamma + gamma(math.prod(node.shape) + 1024, torch.float64)
+    g = 2 * node.gamma + gamma(prod(node.shape) + 1024, torch.float64)
     ends = [(ball.low[s], ball.high[s]) for s in node.sources]
     sizes = [ball.size(s) for s in node.sources]
     spread = node.forward(sizes, offset=True, magnitude=True) * (g * _WIDER) + 1e-300
@@ -175,7 +175,7 @@ def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
         inflate(gain * ball.total[s]) + _TINY
         for gain, s in zip(node.gains, node.sources, strict=True)
     ]
-    total = inflate(math.hypot(*grown) if node.root else math.fsum(grown))
+    total = inflate(hypot(*grown) if node.root else fsum(grown))
     if node.rows is not None:
         lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]) + _TINY)
     total = min(total, norm_of(lip))
@@ -184,7 +184,7 @@ def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
 
 def whole_space(network: Network) -> tuple[Ball, Slopes]:
     """Differences alone, for all inputs: `lip` and `total` of every node, and the slopes that activations have anywhere."""
-    ball = Ball(network, torch.zeros(network.sizes[0], dtype=torch.float64), math.inf)
+    ball = Ball(network, torch.zeros(network.sizes[0], dtype=torch.float64), inf)
     slopes: Slopes = {}
     for k, node in enumerate(network.nodes):
         if node is None:
@@ -234,7 +234,7 @@ def _refine(ball: Ball, k: int, bounds: Bounds, deadline: float) -> None:
     wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
     if not len(wanted):
         return
-    largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
+    largest = ENTRIES if deadline == inf else ENTRIES // 8  # smaller batches end sooner
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
         if time.process_time() > deadline:
             break

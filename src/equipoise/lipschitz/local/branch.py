@@ -12,9 +12,9 @@ and like every g it is valid whatever its value.
 References: Wang et al. 2021 (β-CROWN); De Palma et al. 2021 (splits chosen by a bound of both parts).
 """
 
-import math
 import time
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class Attack:
         """Whether x lies in the ball and breaks the claim, rounding included."""
         ball = self.ball
         step = (x - ball.x).abs() * (1 + gamma(len(x) + 16, torch.float64))
-        order = {"l2": 2, "l1": 1, "linf": math.inf}[ball.norm]
+        order = {"l2": 2, "l1": 1, "linf": inf}[ball.norm]
         inside = (
             float(torch.linalg.vector_norm(step, order)) <= ball.radius
             if ball.widths is None
@@ -165,7 +165,7 @@ class Branching:
     attack: Attack
     rows: Tensor
     offset: Tensor
-    deadline: float = math.inf
+    deadline: float = inf
     repeated: int = 0
     broken: Tensor | None = None
 
@@ -242,7 +242,7 @@ class Branching:
         index = both["row", 0]
         bounds = relaxed_bounds(ball, ball.network.last, self.rows[index], relaxation)
         left = (bounds - self.offset[index]).clamp_max(0).reshape(2, -1, CANDIDATES).sum(0)
-        best = left.masked_fill(parts["score", 0] == 0, -math.inf).argmax(1, keepdim=True)
+        best = left.masked_fill(parts["score", 0] == 0, -inf).argmax(1, keepdim=True)
         return parts["neuron", 0].gather(1, best)[:, 0]
 
     def _split(self, parts: Parts, neuron: Tensor, once: bool = True) -> Parts:

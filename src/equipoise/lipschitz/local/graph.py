@@ -6,9 +6,9 @@ not fit is named in `Unsupported`.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import fsum, prod
 
 import torch
 from torch import Tensor, fx
@@ -69,8 +69,8 @@ class Affine:
 
     def adjoint(self, rows: Tensor) -> tuple[Tensor, ...]:
         """`A W_i` for a batch of rows A, one per source; small maps become matrices the first time."""
-        size = math.prod(self.shape)
-        if self.matrices is None and size * sum(map(math.prod, self.shapes)) <= MATERIALISED:
+        size = prod(self.shape)
+        if self.matrices is None and size * sum(map(prod, self.shapes)) <= MATERIALISED:
             self.matrices = self._pull(torch.eye(size, dtype=torch.float64))
         if self.matrices is not None:
             return tuple(rows @ matrix for matrix in self.matrices)
@@ -83,7 +83,7 @@ class Affine:
             found = torch.func.vmap(pull)(rows.reshape(len(rows), *self.shape))
         found = found if rows.requires_grad else tuple(t.detach() for t in found)
         return tuple(
-            t.reshape(len(rows), n) for t, n in zip(found, map(math.prod, self.shapes), strict=True)
+            t.reshape(len(rows), n) for t, n in zip(found, map(prod, self.shapes), strict=True)
         )
 
     @functools.cached_property
@@ -186,7 +186,7 @@ def read_network(run: Propagation, cache: Cache) -> Network:
     for node in program.nodes:
         if node in needed:
             _read(builder, run.call(node, cache), run.steps[node])
-    return Network(tuple(builder.nodes), tuple(map(math.prod, builder.shapes)), builder.index)
+    return Network(tuple(builder.nodes), tuple(map(prod, builder.shapes)), builder.index)
 
 
 def _read(builder: _Builder, call: Call, step: Step) -> None:
@@ -216,7 +216,7 @@ def _read(builder: _Builder, call: Call, step: Step) -> None:
 def _affine(builder: _Builder, call: Call, step: Step) -> int:
     signals = list(dict.fromkeys(s.node for s, _ in step.gains))
     shapes = tuple(next(s.shape for s, _ in step.gains if s.node is n) for n in signals)
-    gains = tuple(inflate(math.fsum(g for s, g in step.gains if s.node is n)) for n in signals)
+    gains = tuple(inflate(fsum(g for s, g in step.gains if s.node is n)) for n in signals)
 
     def run(values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
         return apply(
@@ -226,11 +226,11 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     form, rows, matrices = step.linear, None, None
     if len(signals) == 1 and isinstance(form, Matrix):
         matrix = form.matrix.detach().double()
-        rows = frobenius(matrix, (-1,)).repeat(math.prod(call.shape) // len(matrix))
-        matrices = (matrix,) if math.prod(shapes[0]) == matrix.shape[1] else None
+        rows = frobenius(matrix, (-1,)).repeat(prod(call.shape) // len(matrix))
+        matrices = (matrix,) if prod(shapes[0]) == matrix.shape[1] else None
     elif len(signals) == 1 and isinstance(form, Convolution) and form.padding == "zeros":
         rows = frobenius(form.weight.detach().double().flatten(1), (-1,))
-        rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
+        rows = rows.repeat_interleave(prod(call.shape) // len(rows))
     size = roundoff(step) + _SHORT
     sources = tuple(builder.index[n] for n in signals)
     node = Affine(
@@ -298,7 +298,7 @@ def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:
     padding = per_axis(call["padding"], d, (0,))
     dilation = per_axis(call["dilation"], d, (1,))
 
-    index = torch.arange(math.prod(shape)).reshape(-1, *shape[-d:])
+    index = torch.arange(prod(shape)).reshape(-1, *shape[-d:])
     for axis, out in enumerate(call.shape[-d:]):
         width = (kernel[axis] - 1) * dilation[axis] + 1
         # the last window may reach beyond the padding, or not reach the end
@@ -307,5 +307,5 @@ def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:
         index = torch.nn.functional.pad(index, around, value=-1)
         index = index.unfold(1, width, stride[axis])[:, :out, ..., :: dilation[axis]]
         index = index.movedim(1, d)  # the next axis comes first, its taps last
-    entries = index.reshape(-1, math.prod(kernel)).T
+    entries = index.reshape(-1, prod(kernel)).T
     return torch.where(entries < 0, entries.amax(0), entries)

@@ -11,10 +11,10 @@ of the ordinary local constant need dozens for. Rounding is downward throughout.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -63,14 +63,14 @@ class Case:
     margins: Tensor
     norm: Norm = "l2"
     most: int = SWITCHING
-    deadline: float = math.inf
+    deadline: float = inf
     lost: Callable[[float], Tensor] | None = None
     notes: set[str] = field(default_factory=set)
     losses: dict[float, Tensor] = field(default_factory=dict)
     balls: dict[float, Ball | None] = field(default_factory=dict)
     bounds: dict[float, Tensor] = field(default_factory=dict)
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict)
-    failed: float = math.inf  # the least radius at which the relaxation did not prove every margin
+    failed: float = inf  # the least radius at which the relaxation did not prove every margin
     refines: bool = False  # whether intervals refined backward proved what others did not
     # of the ball before, to begin with
     relaxation: Relaxation | None = None
@@ -96,7 +96,7 @@ class Case:
         """
         if radius not in self.bounds:
             enough = -self.left(radius, torch.zeros_like(self.margins))
-            bounds = torch.full_like(self.margins, -math.inf)
+            bounds = torch.full_like(self.margins, -inf)
             if self.norm == "l2" and not self.refines:
                 plain = enclose_ball(self.network, self.x, radius, bounds=())
                 bounds = self._optimised(plain, enough)
@@ -110,7 +110,7 @@ class Case:
 
     def _optimised(self, ball: Ball | None, enough: Tensor) -> Tensor:
         if ball is None:
-            return torch.full_like(self.margins, -math.inf)
+            return torch.full_like(self.margins, -inf)
         bounds, self.relaxation = optimise(
             ball,
             self.network.last,
@@ -175,10 +175,10 @@ class Case:
         """
         maps = self.segment(inner, outer)
         if maps is None:
-            return math.inf
+            return inf
         own = maps.outputs(torch.tensor([k]))
         found = best_multipliers(own, enough=enough, gap=0.05, steps=60, deadline=self.deadline)
-        return math.inf if found is None else found.bound
+        return inf if found is None else found.bound
 
 
 def integrate(case: Case, k: int, outer: float) -> float:
@@ -216,7 +216,7 @@ def relaxed_radius(case: Case, low: float, rtol: float = 4e-3) -> float:
     start = low
     while case.failed - low > rtol * low and low < 1e30 and time.process_time() < case.deadline:
         tried = 2 * max(low, 1e-12)
-        if case.failed < math.inf:
+        if case.failed < inf:
             # margins fall ever faster with the radius: where a straight line says 0, they are positive
             line = case.failed / (1 - float(case.shares(case.failed).min()))
             third = (case.failed - low) / 3

@@ -13,9 +13,9 @@ By the same multipliers the constant of the whole space (`whole_bound`): every n
 
 import contextlib
 import functools
-import math
 import time
 from dataclasses import dataclass, field
+from math import inf, isnan
 from typing import Literal
 
 import torch
@@ -197,7 +197,7 @@ class LocalBound:
         """By the gradient, and by multipliers where the network is not too large for them."""
         if network.sizes[-1] > OUTPUTS or network.sizes[-1] * network.widest > ENTRIES:
             self.say(f"boxes only: the network has {network.sizes[-1]:,} outputs")
-            return math.inf
+            return inf
         large = self.effort == "auto" and network.neurons > NEURONS
         if large:
             self.say(
@@ -206,14 +206,14 @@ class LocalBound:
         exact = self.effort != "fast" and not large
 
         began = time.process_time()
-        deadline = math.inf if self.seconds is None else began + self.seconds
+        deadline = inf if self.seconds is None else began + self.seconds
         known = {k: exp_up(boxes[node].log) for node, k in network.places.items() if node in boxes}
         ball = enclose_ball(
             network, x, radius, bounds=None if exact else (), deadline=deadline, known=known
         )
         if ball is None:
             self.say("boxes only: values beyond the floats")
-            return math.inf
+            return inf
         slopes = slope_ranges(ball)
         best = gradient_bound(ball, slopes)
         if not exact:
@@ -262,13 +262,13 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
         network, network.last, rows, through, difference_spread(ball, slopes), offset=False
     )
     total = inflate(_norm(J) + switching + float(frobenius(error[None])))
-    return math.inf if math.isnan(total) else total
+    return inf if isnan(total) else total
 
 
 def _norm(G: Tensor) -> float:
     """Upper bound of the spectral norm; infinite beyond the floats."""
     if not torch.isfinite(G).all():
-        return math.inf
+        return inf
     return float(spectral_norm(G, rtol=1e-6).upper) if G.any() else 0.0
 
 

@@ -25,9 +25,9 @@ row gives C, D (strictly lower triangular by layers), J and G. What rounding doe
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
+from math import inf, isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ def best_multipliers(
     steps: int = 200,
     gap: float = GAP,
     enough: float = 0.0,
-    deadline: float = math.inf,
+    deadline: float = inf,
 ) -> Multipliers | None:
     """The least proved constant found; None where nothing could be proved (values beyond the floats).
 
@@ -192,7 +192,7 @@ def best_multipliers(
     for theta in reversed(points):  # the last is the best, but the closest to the edge of the cone
         s = theta[: problem.n]
         bound = constant_by(maps, s)
-        if bound < math.inf:
+        if bound < inf:
             return Multipliers(bound, s, taken)
     return None
 
@@ -255,7 +255,7 @@ def _descend(
     Returns the points at which ρ grew, the best of all last, and the number of steps.
     """
     n, size = problem.n, problem.n + problem.p
-    weight, least, taken = FIRST * size, math.inf, 0
+    weight, least, taken = FIRST * size, inf, 0
     best, path = point.theta, [point.theta]
     while n:
         # the least τ for these multipliers, by the outputs' Schur complement
@@ -272,7 +272,7 @@ def _descend(
         g[n] += problem.p + weight
         d = _newton(g, H)
         decrement = float(-g @ d)
-        if not math.isfinite(decrement):
+        if not isfinite(decrement):
             break
         better, a = _line(problem, point, d, decrement, weight)
         if better is None:
@@ -289,7 +289,7 @@ def _line(
 ) -> tuple[_Point | None, float]:
     """A step along d that pays, and its length: `AHEAD/(1 + λ)`, halved until it does."""
     n, value = problem.n, -2 * float(point.factor.diagonal().log().sum())
-    guess = AHEAD / (1 + math.sqrt(max(decrement, 0.0)))
+    guess = AHEAD / (1 + sqrt(max(decrement, 0.0)))
     a = min(1.0, 4.0 / max(float(d.abs().max()), 1e-300), guess)
     while a > 1e-6:
         found = problem.at(point.theta * torch.exp(a * d))
@@ -317,14 +317,14 @@ def constant_by(maps: Reduced, s: Tensor) -> float:
     Y = torch.linalg.solve_triangular(factor, E[:n, n:], upper=False)
     E = E[n:, n:] + Y.mT @ Y
     if int(info) or not torch.isfinite(E).all():
-        return math.inf
+        return inf
     least = max(float(torch.linalg.eigvalsh(E)[-1]), 0.0)
     floor = _NOISE * norm_of(maps.slack[n:]) + 1e-290
     for more in (1e-9, 1e-7, 1e-5, 1e-3, 1e-1):
-        L = max(math.sqrt(least) * (1 + more), floor)
+        L = max(sqrt(least) * (1 + more), floor)
         if proves(maps, s.sqrt(), L):
             return L
-    return math.inf
+    return inf
 
 
 def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
@@ -341,13 +341,11 @@ def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
     C, A = maps.C * inverse[:, None], maps.D * (inverse[:, None] * sigma)
     G = C @ C.mT + A @ A.mT
     trace = float(G.diagonal().sum())
-    if not math.isfinite(trace):
+    if not isfinite(trace):
         return False
     trace = inflate(trace * (1 + gamma(d + n + 64, torch.float64)))
     error = gamma(d + n + 64, torch.float64) * trace + 1e-290
-    apart = inflate(
-        norm_of(maps.slack * inverse) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290
-    )
+    apart = inflate(norm_of(maps.slack * inverse) * (1 + 1e-9) + 16 * _U * sqrt(trace) + 1e-290)
     if apart >= 0.5:
         return False
     tau = float64([(1 - apart) ** 2 * (1 - 8 * _U)])

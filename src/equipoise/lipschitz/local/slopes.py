@@ -20,9 +20,9 @@ References: Xu et al. 2021 (α-CROWN: optimised slopes); Chiu et al. 2025 (SDP-C
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -95,9 +95,7 @@ def usual_slopes(ball: Ball, k: int, rows: int) -> Relaxation:
         relaxation.upper[i] = lines.upper.expand(rows, -1).clone()
         if ball.norm == "l2":
             rho = max(layer_radius(ball, node.source), 1e-100)
-            relaxation.log_penalty[i] = torch.full(
-                (rows, 1), math.log(1e-2 / rho), dtype=torch.float64
-            )
+            relaxation.log_penalty[i] = torch.full((rows, 1), log(1e-2 / rho), dtype=torch.float64)
     return relaxation
 
 
@@ -150,7 +148,7 @@ def relaxed_bounds(
         passed[0] = A
     bounds = finish(ball, A, constant, error)
     # an optimizer may leave the floats
-    return torch.where(torch.isfinite(bounds), bounds, -math.inf)
+    return torch.where(torch.isfinite(bounds), bounds, -inf)
 
 
 def _offset(ball: Ball, i: int, A: Tensor, g: Tensor, log_penalty: Tensor | None) -> Tensor:
@@ -163,7 +161,7 @@ def _offset(ball: Ball, i: int, A: Tensor, g: Tensor, log_penalty: Tensor | None
         torch.zeros(len(A), 1, dtype=torch.float64) if log_penalty is None else log_penalty.exp()
     )
     rho = 0.0 if log_penalty is None else layer_radius(ball, s)
-    least = torch.full_like(A, math.inf)
+    least = torch.full_like(A, inf)
     for slope, a, b in (
         (node.curve.left, low, high.clamp_max(0)),
         (node.curve.right, low.clamp_min(0), high),
@@ -189,8 +187,8 @@ def optimise(
     *,
     steps: int = STEPS,
     rate: float | None = None,
-    enough: Tensor | float = math.inf,
-    deadline: float = math.inf,
+    enough: Tensor | float = inf,
+    deadline: float = inf,
 ) -> tuple[Tensor, Relaxation]:
     """The best bounds found by gradient ascent on the bounds themselves, at least those by lines, and the last slopes.
 
@@ -230,7 +228,7 @@ def optimise(
     return torch.maximum(best, relaxed_bounds(ball, k, rows, last)), last
 
 
-def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = math.inf) -> Tensor:
+def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = inf) -> Tensor:
     """Lower bounds of rows of node k by a few steps of optimised slopes; −∞ where these would be too many numbers.
 
     Args:
@@ -241,5 +239,5 @@ def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = math.inf) -
     """
     before = sum(ball.network.sizes[i] for i in ball.lines)
     if not before or len(rows) * before > INNER_NUMBERS:
-        return torch.full((len(rows),), -math.inf, dtype=torch.float64)
+        return torch.full((len(rows),), -inf, dtype=torch.float64)
     return optimise(ball, k, rows, steps=INNER_STEPS, deadline=deadline)[0]

@@ -4,7 +4,7 @@ A transform of N points is √N times an isometry. Only the operations listed he
 read constants as real.
 """
 
-import math
+from math import prod, sqrt
 from typing import Any
 
 from equipoise.core import inflate, root
@@ -26,7 +26,7 @@ def _transform(call: Call, count: int, gain: float) -> Step:
 @complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
 def forward(call: Call) -> Step:
     """`√N` over N points; a constant real signal attains it in one half of its spectrum too."""
-    count = math.prod(call.x.shape[d] for d in call["dim"])
+    count = prod(call.x.shape[d] for d in call["dim"])
     return _transform(call, count, root(count))
 
 
@@ -34,7 +34,7 @@ def forward(call: Call) -> Step:
 def backward(call: Call) -> Step:
     """`√(2N)`: one half of a spectrum stands for both, its ends apart."""
     last = int(call["last_dim_size"])
-    count = math.prod(call.x.shape[d] for d in call["dim"][:-1]) * last
+    count = prod(call.x.shape[d] for d in call["dim"][:-1]) * last
     return _transform(call, count, root(2 * count if last > 2 else count))
 
 
@@ -44,11 +44,11 @@ def backward(call: Call) -> Step:
 def isometry(call: Call) -> Step:
     """The same numbers, as pairs or as one, turned or reflected."""
     x, dtype = call.x, call.node.meta["val"].dtype
-    if x.dtype.is_complex and not dtype.is_complex and math.prod(call.shape) == x.numel:
+    if x.dtype.is_complex and not dtype.is_complex and prod(call.shape) == x.numel:
         call.refuse("a cast that drops imaginary parts", "take .real")
     # a complex number is as large as both of its parts together
     pairs = dtype.is_complex and not x.dtype.is_complex
-    peak = inflate(math.sqrt(2) * x.peak) if pairs else x.peak
+    peak = inflate(sqrt(2) * x.peak) if pairs else x.peak
     return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=peak)
 
 

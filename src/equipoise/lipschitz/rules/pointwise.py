@@ -44,7 +44,7 @@ def pointwise(
         label: shown in the report.
         note: shown in the report's row.
     """
-    x = next(v for v in call.arguments.values() if isinstance(v, Signal))
+    x = call.source
     if not isinstance(curve, Pointwise):
         curve = curve(call)
     offset = 0.0 if curve.at_zero == 0 else inflate(sqrt(x.numel) * curve.at_zero)

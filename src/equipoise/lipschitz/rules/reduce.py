@@ -149,7 +149,7 @@ def _resampling(call: Call, *, d: int, label: str, map: Map) -> Step:
     Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone. Weights
     that are short binary fractions, the same in float64, are free of rounding: enlarging by powers of two, nearest neighbours.
     """
-    x = next(v for v in call.arguments.values() if isinstance(v, Signal))
+    x = call.source
     sizes = x.shape[-d:]
     matrices, exact = [], True
     for axis, n in enumerate(sizes):

@@ -165,6 +165,11 @@ class Call:
         """The first argument, which must depend on the input."""
         return self.signal(next(iter(self.arguments)))
 
+    @property
+    def source(self) -> Signal:
+        """The first argument that depends on the input."""
+        return next(v for v in self.arguments.values() if isinstance(v, Signal))
+
     def signal(self, name: str) -> Signal:
         """An argument that must depend on the input."""
         value = self.arguments[name]

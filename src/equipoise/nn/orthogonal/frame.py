@@ -5,7 +5,7 @@ zeros around the image. After it: the pixels that `nn.Conv2d` would return. Both
 do not enlarge distances. A transposed layer is the adjoint of such a thing: the steps in reverse, each transposed.
 """
 
-import math
+from math import gcd
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Frame:
         (s, t), (d, e) = plain.stride, plain.dilation
         self.stride = s, t
         #: distance of the operator's taps, in coarse pixels
-        self.dilation = d // math.gcd(s, d), e // math.gcd(t, e)
+        self.dilation = d // gcd(s, d), e // gcd(t, e)
         #: position of the tap at distance zero
         self.centre = self.dilation[0] * (taps[0] - 1) // 2, self.dilation[1] * (taps[1] - 1) // 2
         self.groups = plain.groups
@@ -188,7 +188,7 @@ def frame_of(plain: nn.Module, *, embed: bool) -> Frame:
                     f"no pixel to return there; use padding ≤ {axis.reach // 2}"
                 )
         taps = [
-            -(-k * math.gcd(a.stride, a.dilation) // a.stride)
+            -(-k * gcd(a.stride, a.dilation) // a.stride)
             for k, a in zip(taps, kernel.axes, strict=True)
         ]
     if strided or not embed:

@@ -9,7 +9,7 @@ Rounding. An upper bound of the norm of what was computed, from `W*W − μI` in
 divided by it (`contracted`).
 """
 
-import math
+from math import pi, sqrt
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
         d = dilation[axis]
         place = torch.arange(k, device=kernel.device) * d - d * (k - 1) // 2
         turns = torch.arange(count, device=kernel.device)[:, None] * place % n
-        angles.append(turns.double() * (2 * math.pi / n))
+        angles.append(turns.double() * (2 * pi / n))
     angle = angles[0][:, None, :, None] + angles[1][None, :, None, :]
     angle = angle.reshape(angle.shape[0] * angle.shape[1], -1)
     flat = kernel.flatten(3).movedim(3, 1)  # (g, taps, m, n)
@@ -91,7 +91,7 @@ def isometry_bound(W: Tensor) -> Tensor:
 
 def contracted(W: Tensor) -> Tensor:
     """Matrices over their `isometry_bound`: norm at most 1, also after rounding to their dtype."""
-    margin = 1 + 4 * unit_roundoff(W.dtype) * math.sqrt(min(W.shape[-2:]))
+    margin = 1 + 4 * unit_roundoff(W.dtype) * sqrt(min(W.shape[-2:]))
     bound = isometry_bound(W).clamp_min(1e-30)  # a matrix of zeros stays one
     scale = (1 / (bound * margin)).to(W.real.dtype)
     return W * scale[..., None, None]
@@ -107,12 +107,12 @@ def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
         taps: number of taps.
         channels: of the smaller side.
     """
-    cap = 16.0 * max(1.0, math.sqrt(channels / 64))
+    cap = 16.0 * max(1.0, sqrt(channels / 64))
     largest = torch.stack([k.detach().abs().amax() for k in kernels if k.numel()]).amax(0)
     largest = or_one(largest)
     unit = [k / largest for k in kernels]
     total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)
-    return [k * (cap / torch.maximum(total.sqrt() * math.sqrt(taps), cap / largest)) for k in unit]
+    return [k * (cap / torch.maximum(total.sqrt() * sqrt(taps), cap / largest)) for k in unit]
 
 
 class FrequencyConv2d(FramedConv2d):

@@ -14,7 +14,7 @@ References: Singla & Feizi 2021 (SOC); Abramowitz & Stegun 9.1 (Chebyshev expans
 """
 
 import functools
-import math
+from math import pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
     largest = (
         float(polynomial.polyval(points, g).max()) + second * (theta / 40_000) ** 2 / 8 + rounding
     )
-    return math.sqrt(largest) * (1 + 1e-15)
+    return sqrt(largest) * (1 + 1e-15)
 
 
 def skew(M: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class SOCConv2d(FramedConv2d):
         self.coefficients = exponential_series(self.angle, terms)
         c = max(self.frame.ins, self.frame.out)
         taps = self.frame.taps
-        start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(
+        start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / sqrt(
             8 * c * taps[0] * taps[1]
         )
         self.raw = nn.Parameter(start.to(plain.weight))
@@ -268,7 +268,7 @@ class SOC(Parametrization):
         side = max(weight.shape)
         return (
             torch.randn(weight.shape, dtype=torch.float64, device=weight.device)
-            .div(math.sqrt(8 * side))
+            .div(sqrt(8 * side))
             .to(weight)
         )
 
@@ -282,7 +282,7 @@ class SOC(Parametrization):
         bound = torch.stack(
             [symbol_norm(part[None, :, :, None, None], 3, 8)[0] for part in parts]
         ).sum()  # of A
-        S, *rest = [part * (math.pi / torch.maximum(bound, math.pi / largest)) for part in parts]
+        S, *rest = [part * (pi / torch.maximum(bound, pi / largest)) for part in parts]
         if not rest:
             columns = torch.linalg.matrix_exp(S)
         else:
