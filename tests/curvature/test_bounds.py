@@ -99,6 +99,19 @@ def test_far_from_stationary_logits_the_hessian_exceeds_the_bound():
     assert not report.bounds_hessian
 
 
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("row", [[1e20, 1.0, -1e20], [1.0, 1e20, -1e20], [1e20, -1e20, 1.0]])
+def test_what_a_float64_pass_loses_to_cancellation_counts(row, loss):
+    """The hidden value is 1, and a sum in float64 may give 0."""
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Identity(), nn.Linear(1, 2, bias=False))
+    model[0].weight.data = torch.tensor([row])
+    model[2].weight.data = torch.tensor([[1e-3], [-1e-3]])
+    y = torch.zeros(1, dtype=torch.long) if loss == "ce" else torch.zeros(1, 2)
+    report = hessian_bound_report(model, loss, (torch.ones(1, 3), y))
+    assert report.gauss_newton >= (0.49 if loss == "ce" else 1)
+    assert not report.bounds_hessian
+
+
 class Tenfold(nn.Sequential):
     def forward(self, x):
         return 10 * super().forward(x)

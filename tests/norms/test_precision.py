@@ -52,9 +52,9 @@ def test_gamma_refuses_lengths_that_say_nothing() -> None:
 def test_frobenius_is_never_below(dtype: torch.dtype) -> None:
     for seed in range(50):
         g = torch.Generator().manual_seed(seed)
-        x = torch.randn(7, 40, 33, generator=g, dtype=dtype) * torch.logspace(-8, 8, 7, dtype=dtype).reshape(-1, 1, 1)
+        x = torch.randn(7, 40, 33, generator=g, dtype=dtype) * torch.logspace(-24, 8, 7, dtype=dtype).reshape(-1, 1, 1)
         exact = [torch.linalg.vector_norm(part.double() * 2.0**20).item() * 2.0**-20 for part in x]
-        assert all(float(f) >= e * (1 - 1e-15) for f, e in zip(frobenius(x), exact, strict=True))
+        assert all(e * (1 - 1e-15) <= float(f) <= e * (1 + 1e-5) for f, e in zip(frobenius(x), exact, strict=True))
 
 
 def batch(kind: str, n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -208,6 +208,8 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     rows = torch.linalg.vector_norm(x, dim=dims[-1]).double()
     norm = torch.linalg.vector_norm(rows, dim=dims[:-1]) if len(dims) > 1 else rows
     slack = (1 + gamma(x.shape[dims[-1]] + 8, x.dtype)) * (1 + gamma(count + 8, torch.float64))
+    if x.dtype is torch.float32 and x.device.type == "cpu" and (norm < 1e-9).any():
+        return frobenius(x.double(), dims)  # what underflow may lose would count
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
     result = inflate(norm * slack) + lost
     vanished = norm == 0

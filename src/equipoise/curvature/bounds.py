@@ -25,6 +25,7 @@ from equipoise.core import (
     Kind,
     Refused,
     format_up,
+    gamma,
     hooked,
     inflate,
     require_labels,
@@ -116,8 +117,11 @@ def hessian_bound_report(
     parts = dict.fromkeys(linear, 0.0)
     sensitivities = dict.fromkeys(linear, 0.0)
     for x, y in hessian.batches:
-        inputs, z = _activations(chain, x)
+        inputs, z, off = _activations(chain, x)
         bend, slope = _logit_curvature(z, y, loss)
+        bend = bend if loss == "mse" else (bend + off.sum(1)).clamp_max(0.5)
+        # what is left of a gradient by ordinary rounding is none
+        slope = slope + 2 * (off - 1e-12 * (z.abs() + 1)).clamp_min(0).sum(1)
         gradient = max(gradient, float(slope.max()))
         for name, h in inputs.items():
             square = h.square().sum(1) + (linear[name].bias is not None)
@@ -166,21 +170,31 @@ def _chain(model: nn.Module) -> Chain:
 
 
 @torch.no_grad()
-def _activations(chain: Chain, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The input of every linear layer, in float64, and the logits."""
+def _activations(chain: Chain, x: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Bounds of the size of the input of every linear layer, entry by entry; the logits in float64, and what they are off by."""
     inputs: dict[str, Tensor] = {}
     h = x.double()
+    off = torch.zeros_like(h)
     for name, module in chain:
         if isinstance(module, nn.Linear):
             if h.dim() != 2:
                 raise Refused(
                     "a linear layer on more than one row per sample is not covered by the layer-wise bound"
                 )
-            inputs[name] = h
+            inputs[name] = h.abs() + off
+            g = gamma(h.shape[1] + 8, torch.float64)
+            off = (off * _ROUNDING + g * h.abs()) @ module.weight.double().abs().mT
+            if module.bias is not None:
+                off = off + g * module.bias.double().abs()
+        elif isinstance(module, nn.Flatten):
+            off = module(off)
+        activation = read_activation(module)
+        if activation is not None:
+            off = activation.gain * off + 1e-14 * (h.abs() + 1)
         if not isinstance(module, nn.Dropout):
             parameters = {key: value.double() for key, value in module.named_parameters()}
             h = torch.func.functional_call(module, parameters, (h,))
-    return inputs, h
+    return inputs, h, off
 
 
 def _downstream(chain: Chain, norms: dict[str, float]) -> dict[str, float]:
