@@ -7,6 +7,7 @@ described in `docs/certificates.md`. The claims are about the real function of t
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ from equipoise.core import (
     Refused,
     evaluating,
     explained,
+    flat_outputs,
     flat_tensors,
     is_unmodified,
+    run_on,
 )
 from equipoise.core.files import atomic_write, make_folder, write_json
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_function, capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.lipschitz.rules.registry import bind
 from equipoise.nn.convert import with_effective_weights
@@ -43,6 +46,8 @@ EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
 _SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.83, 0.79, 0.74, 0.65, 0.5)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
 _AGREEMENT = 1e-3
+#: and from what was captured of it, in float64: weights of interpolations are stored in float32
+_EXACT = 1e-6
 #: another machine rounds otherwise: the last digits of a proved radius are given away
 _MARGIN = 1 - 1e-9
 
@@ -93,12 +98,12 @@ def write(
         raise InputError(
             f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}"
         )
-    document, weights = describe(model, example)
+    document, weights, exact = _translate(model, example)
     kind = "deployed" if deployed else "radii"
     try:
         with np.errstate(all="ignore"):
             network: Any = checker.Network(document, weights)
-            _require_same_function(model, network, example)
+            _require_same_function(model, exact, network, example)
             claims: dict[str, Any] = {"lipschitz": float(network.constant)}
             files = {"weights.safetensors": _to_safetensors(weights)}
             if y is None:
@@ -231,19 +236,27 @@ def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, byte
     write_json(folder / "certificate.json", full)
 
 
-def _require_same_function(model: nn.Module, network: "checker.Network", example: Tensor) -> None:
-    """Compare the bundle's network with the model on the example."""
+def _require_same_function(
+    model: nn.Module, exact: Callable[[Tensor], Tensor], network: "checker.Network", example: Tensor
+) -> None:
+    """Compare the bundle's network with the model on the example, and in float64 at random points too."""
     with evaluating(model), torch.no_grad():
         # one by one: a program may be fixed to a batch of one
-        outputs = torch.cat([model(sample[None]) for sample in example])
-    expected = np.moveaxis(_double(outputs), 0, -1)
-    batch = np.moveaxis(_double(example), 0, -1)
-    value = network.evaluate(batch).x
-    tolerance = _AGREEMENT * np.abs(expected).max() + 1e-30
-    if value.shape != expected.shape or not np.abs(value - expected).max() <= tolerance:
-        raise Refused(
-            "the bundle's operations do not give the model's outputs: part of the model was not understood"
-        )
+        outputs = [flat_outputs(run_on(model, [sample[None]])) for sample in example]
+    rows = torch.stack([torch.cat([part.flatten() for part in parts]) for parts in outputs])
+    random = torch.randn(example.shape, generator=torch.Generator().manual_seed(0))
+    points = torch.cat([example.cpu().double(), random.double()])
+    for batch, expected, share in (
+        (points[: len(rows)], rows, _AGREEMENT),
+        (points, exact(points), _EXACT),
+    ):
+        value = network.evaluate(np.moveaxis(batch.numpy(), 0, -1)).x.T
+        target = _double(expected)
+        tolerance = share * np.abs(target).max() + 1e-30
+        if value.shape != target.shape or not np.abs(value - target).max() <= tolerance:
+            raise Refused(
+                "the bundle's operations do not give the model's outputs, one vector of logits: part of it was not understood"
+            )
 
 
 def _local(
@@ -311,13 +324,22 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     Returns:
         The document without claims, and the tensors by name.
     """
+    return _translate(model, example)[:2]
+
+
+def _translate(
+    model: nn.Module, example: Tensor
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Callable[[Tensor], Tensor]]:
+    """The document, the tensors, and the captured network as a function in float64."""
     plain = with_effective_weights(model, example)
     with evaluating(plain), torch.no_grad():
         program = capture(plain, example[:1])
     if program.doubt:
         raise Refused(program.doubt)
     modules = dict(plain.named_modules(remove_duplicate=False))
-    writer = _Writer({**program.constants, **program.native}, modules)
+    # constants are those of the network as it is executed
+    program = replace(program, constants={**program.constants, **program.native})
+    writer = _Writer(program.constants, modules)
     writer.names[program.inputs[0]] = "input"
     for node in program.nodes:
         failure = f"{node.name} ({_name(node)}) is not an operation that bundles have"
@@ -326,13 +348,18 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
 
     # without operations that became parts of others
     nodes: list[dict[str, Any]] = []
-    used = {writer.nodes[-1]["name"]}
+    used = {writer.names.get(node) for node in program.outputs}
+    if len(used) != 1:
+        raise Refused("a bundle has networks with one output")
     for row in reversed(writer.nodes):
         if row["name"] in used:
             used.update(row["inputs"], row["weights"].values())
             nodes.insert(0, row)
     tensors = {name: value for name, value in writer.tensors.items() if name in used}
-    return {"input_shape": list(example.shape[1:]), "nodes": nodes}, tensors
+    if not nodes:
+        raise Refused("a bundle has networks whose output is the result of an operation")
+    document = {"input_shape": list(example.shape[1:]), "nodes": nodes}
+    return document, tensors, as_function(program)
 
 
 _Arguments = Mapping[str, Any]

@@ -345,6 +345,7 @@ BYTES = (
     tensor_file(bytes(24), ("a", [1], [0, 8]), ("b", [1], [16, 24])),  # a gap
     tensor_file(bytes(16), ("a", [1], [0, 8])), tensor_file(bytes(8), ("a", [-1], [0, 8])),
     tensor_file(bytes(8), ("a", [2], [0, 16])), tensor_file(bytes(8), ("a", [1], [-8, 8])),
+    tensor_file(bytes(8), ("a", [1], [False, 8])), tensor_file(bytes(8), ("a", [1], [0, 8.0])),
 )  # fmt: skip
 
 
@@ -408,6 +409,16 @@ def test_unknown_operations_and_those_that_round_are_refused_by_name(function, r
         certificates.describe(Between(function), torch.zeros(1, 4))
 
 
+@pytest.mark.parametrize(
+    "join", [lambda x: torch.maximum(x, x - 1e-9), lambda x: (x, 2 * x), lambda x: (x, torch.ones(1)), lambda x: None]
+)
+def test_outputs_that_are_no_vector_of_an_operation_are_refused(tmp_path, join):
+    model = Between(nn.ReLU())
+    model.register_forward_hook(lambda module, inputs, output: join(output))
+    with pytest.raises(eq.Refused, match="output"):
+        certificates.write(model, torch.rand(2, 4), torch.zeros(2).long(), tmp_path)
+
+
 class Twice(nn.Sequential):
     def forward(self, x):
         return self[0](self[0](x))
@@ -426,7 +437,7 @@ def smoothing_claim(**changes):
 
     n, k, alpha, sigma = 1000, 990, 0.001, 0.5
     p = float(beta.ppf(alpha, k, n - k + 1)) * (1 - 1e-9)
-    row = {"procedure": "bounds", "share": 1.0, "k": k, "rival": 4, "p": p, "q": (1 - p) * (1 + 1e-15)}
+    row = {"input": 0, "procedure": "bounds", "share": 1.0, "k": k, "rival": 4, "p": p, "q": (1 - p) * (1 + 1e-15)}
     row["radius"] = sigma * statistics.NormalDist().inv_cdf(p) - 1e-8
     claim = {"sigma": sigma, "alpha": alpha, "n": n, "rows": [row]}
     for key, value in changes.items():
@@ -441,6 +452,7 @@ def test_smoothing_radii_follow_from_their_counts():
         {"k": 989}, {"n": 1001}, {"alpha": 0.00099}, {"share": 0.99}, {"p": row["p"] * (1 + 1e-6)}, {"q": row["q"] * 0.999},
         {"sigma": 0.4999}, {"rival": 11},
         {"radius": row["radius"] * (1 + 1e-6)}, {"radius": -1.0}, {"radius": float("nan")}, {"k": True}, {"noise": "uniform"},
+        {"input": -1}, {"rows": [row, row]},
         {"n": 10**6, "k": 10**6, "rival": 0, "share": 0.0, "p": 0.0999, "q": 1e-5, "radius": 0.0},
     ):  # fmt: skip
         with pytest.raises(checker.Rejected):

@@ -95,11 +95,11 @@ def read_tensors(content):
     tensors = {}
     end = 0
     for name, entry in header.items():
-        start, stop = entry["data_offsets"]
+        start, stop = integers(entry["data_offsets"], 0)
         require(start == end <= stop, "tensors overlap, or leave a gap")
         end = stop
         tensor = np.frombuffer(data[start:stop], DTYPES[entry["dtype"]])
-        require((np.abs(tensor) < 1e100).all(), f"{name} is not finite, or too large")
+        require((np.abs(tensor) < 1e100).all(), f"{name!r:.99} is not finite, or too large")
         tensors[name] = tensor.reshape(integers(entry["shape"], 0))
     require(end == len(data), "a file is longer or shorter than its tensors")
     return tensors
@@ -372,7 +372,7 @@ class Network:
         values = {"input": Value(x, gamma(2) * norm(x) + self.underflow, 1.0)}
         for node in self.nodes:
             name = node["name"]
-            require(name not in values, f"two values are named {name!r:.100}")
+            require(type(name) is str and name not in values, f"not a new name: {name!r:.100}")
             inputs = [values[source] for source in node["inputs"]]
             try:
                 operation, attributes, weights = OPERATIONS[node["op"]]
@@ -474,7 +474,7 @@ def check(folder):
     network = weights and Network(document, weights)
     proved = []
     for name, claim in document["claims"].items():
-        require(name in CLAIMS, f"this program does not check claims of the kind {name}")
+        require(name in CLAIMS, f"this program does not check claims of the kind {name!r:.99}")
         proved += CLAIMS[name](network, files.get("inputs.safetensors"), claim)
     require(proved, "nothing is claimed")
     return proved

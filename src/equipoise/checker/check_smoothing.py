@@ -198,6 +198,8 @@ def check_rows(claim):
     sigma = Decimal(number(claim["sigma"]))
     number(claim["alpha"], 1e-15, 0.5)
     integer(claim["n"], 1, 10**6)
+    chosen = {integer(row["input"], 0) for row in claim["rows"]}
+    require(len(chosen) == len(claim["rows"]), "an input has two radii")
     for index, row in enumerate(claim["rows"]):
         known(row, ROW)
         votes = integer(row["k"], 0, claim["n"]) + integer(row["rival"], 0, claim["n"])
