@@ -410,7 +410,7 @@ def test_unknown_operations_and_those_that_round_are_refused_by_name(function, r
 
 
 @pytest.mark.parametrize(
-    "join", [lambda x: torch.maximum(x, x - 1e-9), lambda x: (x, 2 * x), lambda x: (x, torch.ones(1)), lambda x: None]
+    "join", [lambda x: torch.maximum(x, x - 1e-9), lambda x: (x, 2 * x), lambda x: (x, torch.ones(1))]
 )
 def test_outputs_that_are_no_vector_of_an_operation_are_refused(tmp_path, join):
     model = Between(nn.ReLU())
