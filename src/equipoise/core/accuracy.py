@@ -105,7 +105,7 @@ def round_levels(end: float) -> tuple[float, ...]:
     """
     if end <= 0:
         return (0.0,)
-    wanted = end / 4.5
+    wanted = end / 4
     scale = 10.0 ** math.floor(math.log10(wanted))
-    step = max(m * scale for m in (1.0, 2.0, 2.5, 5.0) if m * scale <= wanted * (1 + 1e-9))
+    step = max(m * scale for m in (1.0, 2.0, 2.5, 4.0, 5.0) if m * scale <= wanted * (1 + 1e-9))
     return tuple(float(f"{k * step:.6g}") for k in range(5))

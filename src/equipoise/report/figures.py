@@ -1,6 +1,7 @@
 """The charts as plotly figures in plain data: no plotly is needed to make them, only to draw them."""
 
 import html
+import re
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -126,8 +127,8 @@ def layer_shares(model: str, layers: Sequence[Figure]) -> Figure:
     names, shares, texts = [], [], []
     for number, layer in sorted(largest, key=lambda row: row[0]):
         # as in the table: its row number, and the end of a long name, which says most
-        label = f"{number} · {layer['name'][-20:]} {layer['kind']}"[:38]
-        names.append(html.escape(label, quote=False))
+        label = re.sub(r"^.+(?=.{19}$)", "…", layer["name"])
+        names.append(html.escape(f"{number} · {label} {layer['kind'][:16]}", quote=False))
         shares.append(layer["share"])
         texts.append(html.escape(f"{layer['name']}, {layer['kind']}", quote=False))
     style = {"type": "bar", "orientation": "h", "marker": {"color": PALETTE[0]}}
