@@ -172,7 +172,11 @@ class HouseholderActivation(Described):
         t = 2 * (s * a + c * b).clamp(max=0)
         return torch.cat([a - t * s, b - t * c], 1)
 
-    @by_construction(1.0)
+    def _constant(self) -> float:
+        """`2‖v‖² − 1` for every θ, with the sine and the cosine off by a unit in the last place."""
+        return 1 + 8 * torch.finfo(self.theta.dtype).eps
+
+    @by_construction(_constant)
     def lipschitz_upper(self, input_shape: Shape) -> Bound:
         """`max(1, 2‖v‖² − 1)` with v as it was rounded: 1 up to a few units in the last place."""
         half = self.theta.detach() / 2
