@@ -67,7 +67,7 @@ def reference() -> str:
             build(wanted=command.name),
             [command.name, "--help"],
             prog_name="equipoise",
-            terminal_width=100,
+            terminal_width=80,
         )
         assert ran.exit_code == 0, (command.name, ran.output)
         parts.append(f"## {command.name}\n\n```text\n{ran.stdout.strip()}\n```\n")
