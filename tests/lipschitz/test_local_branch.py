@@ -163,6 +163,8 @@ REFUSED = {
     "open parenthesis": (HEAD + "(assert (<= Y_0 1)", "not closed"),
     "deep": ("(" * 100_000, "nested"),
     "many cases": (HEAD + BOX + "(assert (or (<= Y_0 1) (<= Y_1 1)))" * 20, "alternatives"),
+    "long cases": (HEAD + BOX * 999 + "(assert (or (<= Y_0 1) (<= Y_1 1)))" * 13, "inequalities"),
+    "no case": (HEAD + BOX + "(assert (or))", "no alternatives"),
     "another command": ("(check-sat)", "declare-const"),
     "gap": ("(declare-const X_1 Real)", "declared once"),
 }  # fmt: skip

@@ -9,6 +9,7 @@ It holds for a network where no input of the box does that (`unsat`), and is vio
 numbers only. Numbers are read as the nearest float64. A file is not trusted: sizes are bounded, and anything else is refused.
 """
 
+import functools
 import itertools
 import re
 import time
@@ -33,8 +34,8 @@ from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rounding import Rounding
 from equipoise.norms.spectral import Cache
 
-#: bytes of a file, alternatives of a property, nested parentheses
-LARGEST, CASES, DEPTH = 1 << 24, 10_000, 40
+#: bytes of a file, alternatives of a property, inequalities and coefficients in all of them, nested parentheses
+LARGEST, CASES, ATOMS, ENTRIES, DEPTH = 1 << 24, 10_000, 10**7, 10**8, 40
 #: boxes of up to this many inputs are halved, others split at neurons
 HALVED = 16
 #: relative gap of every operator norm
@@ -76,8 +77,15 @@ def read_vnnlib(path: str | Path) -> list[Box]:
         raise InputError("expected the variables X_0, X_1, … and Y_0, Y_1, …, each declared once")
 
     boxes: dict[bytes, Box] = {}
-    for atoms in _alternatives(["and", *formulas]):
+    alternatives = _alternatives(["and", *formulas])
+    if not alternatives:
+        raise InputError("the property has no alternatives: an empty or never happens")
+    entries = 0
+    for atoms in alternatives:
         low, high, case = _read_case(atoms, xs, ys)
+        entries += case[0].numel()
+        if entries > ENTRIES:
+            raise InputError(f"the property has more than {ENTRIES:,} coefficients of outputs")
         key = torch.stack([low, high]).numpy().tobytes()
         boxes.setdefault(key, Box(low, high, [])).cases.append(case)
     return list(boxes.values())
@@ -108,8 +116,12 @@ def _alternatives(formula: Any) -> list[list[Atom]]:
             return [each for part in parts for each in _alternatives(part)]
         case ["and", *parts]:
             choices = [_alternatives(part) for part in parts]
-            if prod(map(len, choices)) > CASES:
-                raise InputError(f"the property has more than {CASES:,} alternatives")
+            count = prod(map(len, choices))
+            length = sum(max(map(len, choice), default=0) for choice in choices)
+            if count > CASES or count * length > ATOMS:
+                raise InputError(
+                    f"the property has more than {CASES:,} alternatives, or {ATOMS:,} inequalities in all of them"
+                )
             return [list(itertools.chain(*each)) for each in itertools.product(*choices)]
         case ["<=", str(left), str(right)] | [">=", str(right), str(left)]:
             return [[(left, right)]]
@@ -120,28 +132,30 @@ def _read_case(
     atoms: list[Atom], xs: dict[str, int], ys: dict[str, int]
 ) -> tuple[Tensor, Tensor, Case]:
     """One alternative: both ends of the inputs, and rows of the outputs."""
-    low = torch.full((len(xs),), -inf, dtype=torch.float64)
-    high = -low
-    rows = torch.zeros(len(atoms), len(ys), dtype=torch.float64)
-    offset = torch.zeros(len(atoms), dtype=torch.float64)
-    bounds = torch.zeros(len(atoms), dtype=torch.bool)
-    for n, (left, right) in enumerate(atoms):
-        bounds[n] = left in xs or right in xs
+    ends = [-inf] * len(xs), [inf] * len(xs)
+    others = []
+    for left, right in atoms:
         if left in xs:
-            high[xs[left]] = high[xs[left]].clamp_max(_number(right))
+            ends[1][xs[left]] = min(ends[1][xs[left]], _number(right))
         elif right in xs:
-            low[xs[right]] = low[xs[right]].clamp_min(_number(left))
+            ends[0][xs[right]] = max(ends[0][xs[right]], _number(left))
         else:
-            for word, sign in ((left, 1.0), (right, -1.0)):
-                if word in ys:
-                    rows[n, ys[word]] += sign
-                else:
-                    offset[n] -= sign * _number(word)
-    if bounds.all() or not (torch.isfinite(low + high) & (low <= high)).all():
+            others.append((left, right))
+    rows = torch.zeros(len(others), len(ys), dtype=torch.float64)
+    offset = torch.zeros(len(others), dtype=torch.float64)
+    for n, pair in enumerate(others):
+        for word, sign in zip(pair, (1.0, -1.0), strict=True):
+            if word in ys:
+                rows[n, ys[word]] += sign
+            else:
+                offset[n] -= sign * _number(word)
+    low, high = torch.tensor(ends, dtype=torch.float64)
+    if not others or not (torch.isfinite(low + high) & (low <= high)).all():
         raise InputError("a property needs bounds of all inputs and an inequality of outputs")
-    return low, high, (rows[~bounds], offset[~bounds])
+    return low, high, (rows, offset)
 
 
+@functools.lru_cache(maxsize=2**16)
 def _number(word: str) -> float:
     if not re.fullmatch(r"[-+]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][-+]?\d{1,3})?", word):
         raise InputError(f"expected a number or a declared variable, got {word!r:.60}")
