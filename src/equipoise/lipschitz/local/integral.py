@@ -10,11 +10,10 @@ least l < 0 on the outer one, has secant slopes in `[l'/(l' − l), 1]`, not `[0
 of the ordinary local constant need dozens for. Rounding is downward throughout.
 """
 
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 
 import torch
 from torch import Tensor
@@ -31,7 +30,9 @@ from equipoise.lipschitz.local.multipliers import (
 from equipoise.lipschitz.local.slopes import STEPS, Relaxation, optimise, tight_bounds
 
 #: radii of the sum, as shares of the outermost
-SHARES = (0.6, 0.8, 1.0)
+ONE, SHARES = (1.0,), (0.6, 0.8, 1.0)
+#: how often an outermost radius is tried, and how it grows while the margin lasts beyond it
+TRIES, GROWTH = 4, 1.2
 #: more switching neurons than this are left to the linear relaxation (a step takes some n³/10⁹ seconds)
 SWITCHING = 500
 #: steps of Adam that begin with the slopes of another radius
@@ -62,7 +63,6 @@ class Case:
     rows: Tensor
     margins: Tensor
     norm: Norm = "l2"
-    most: int = SWITCHING
     deadline: float = inf
     lost: Callable[[float], Tensor] | None = None
     notes: set[str] = field(default_factory=set)
@@ -72,19 +72,19 @@ class Case:
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict)
     failed: float = inf  # the least radius at which the relaxation did not prove every margin
     refines: bool = False  # whether intervals refined backward proved what others did not
+    tight: bool = True  # whether slopes are optimised for the intervals of new balls
     # of the ball before, to begin with
     relaxation: Relaxation | None = None
 
     def ball(self, radius: float) -> Ball | None:
         """The enclosure on the ball, computed once."""
         if radius not in self.balls:
-            tight = functools.partial(tight_bounds, deadline=self.deadline)
             self.balls[radius] = enclose_ball(
                 self.network,
                 self.x,
                 radius,
                 self.norm,
-                bounds=(lower_bounds, tight),
+                bounds=(lower_bounds, tight_bounds)[: 1 + self.tight],
                 deadline=self.deadline,
             )
         return self.balls[radius]
@@ -103,8 +103,8 @@ class Case:
             if not (bounds > enough).all():
                 bounds = torch.maximum(bounds, self._optimised(self.ball(radius), enough))
                 self.refines = bool((bounds > enough).all())
-            if not (bounds > enough).all():
-                self.failed = min(self.failed, radius)
+                if not self.refines:
+                    self.failed = min(self.failed, radius)
             self.bounds[radius] = bounds
         return self.bounds[radius]
 
@@ -156,48 +156,41 @@ class Case:
             ball, core = self.ball(outer), self.ball(inner) if inner > 0 else None
             if ball is not None and (core is not None or inner == 0):
                 slopes = slope_ranges(ball, core, anchored=inner == 0)
-                if count_switching(slopes) <= self.most:
+                if count_switching(slopes) <= SWITCHING:
                     self.maps[key] = reduced_maps(ball, slopes, self.rows)
                 else:
                     self.notes.add(
-                        f"no integral: more than {self.most:,} neurons may switch for some inputs"
+                        f"no integral: more than {SWITCHING:,} neurons may switch for some inputs"
                     )
         return self.maps[key]
 
-    def constant(self, k: int, inner: float, outer: float, enough: float) -> float:
-        """Proved L of margin k for pairs between the two balls; infinite where there is none.
 
-        Args:
-            k: index of the margin.
-            inner: radius of the inner ball; 0 for the centre alone.
-            outer: radius of the outer ball.
-            enough: stop as soon as the constant is below this.
-        """
-        maps = self.segment(inner, outer)
-        if maps is None:
-            return inf
-        own = maps.outputs(torch.tensor([k]))
-        found = best_multipliers(own, enough=enough, gap=0.05, steps=60, deadline=self.deadline)
-        return inf if found is None else found.bound
-
-
-def integrate(case: Case, k: int, outer: float) -> float:
+def integrate(case: Case, k: int, outer: float, shares: Sequence[float] = SHARES) -> float:
     """The largest radius up to `outer` within which margin k is proved positive.
 
     Args:
         case: the input.
         k: index of the margin.
         outer: the largest radius tried.
+        shares: of the radii of the sum.
     """
     left = float(case.left(outer, case.margins)[k])
     r = 0.0
-    for share in SHARES:
+    for share in shares:
         if not left > 0:
             break
         R = outer if share == 1 else deflate(share * outer)
         step = inflate(R - r)
         enough = left * (1 - 1e-6) / step if share == 1 else 0.0
-        L = case.constant(k, r, R, enough)
+        maps = case.segment(r, R)
+        found = maps and best_multipliers(
+            maps.outputs(torch.tensor([k])),
+            enough=enough,
+            gap=0.05,
+            steps=60,
+            deadline=case.deadline,
+        )
+        L = found.bound if found else inf
         used = inflate(L * step)
         if used >= left:
             return max(r, min(R, (r + left / L * _DOWN) * _DOWN))
@@ -247,9 +240,9 @@ def multipliers_prove(case: Case, radius: float) -> bool:
 def integral_radius(case: Case, base: float) -> tuple[float, int]:
     """The largest radius found, at least `base`, at which every margin is proved positive, and the rival that limits it.
 
-    The rival that the relaxation finds worst comes first, once more with an outermost radius close to what it reached. The
-    others only have to reach as far, and the relaxation proves that of most. Whatever time is left, every rival is proved up to
-    the radius returned.
+    The rival that the relaxation finds worst comes first: with constants from the center, at growing radii and between what was
+    reached and tried, then with a sum. The others only have to reach as far, and the relaxation proves that of most. Whatever
+    time is left, every rival is proved up to the radius returned.
 
     Args:
         case: the input, on which the relaxation failed beyond `base`.
@@ -257,19 +250,23 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     """
     order = case.shares(case.failed).argsort().tolist()
     limiting = order[0]
-    if case.segment(0.0, case.failed) is None:
-        return base, limiting
-    # where the relaxation was given up, constants hardly grow with the radius, and there is less to gain
-    outer = base * (1.28 if case.failed < 1.1 * base else 1.1)
-    reached = integrate(case, limiting, outer)
-    again = outer * 1.08 if reached >= outer else reached * 1.012
-    if base < again and not 0.93 * outer < again < outer:
-        more = integrate(case, limiting, again)
-        if more > reached:
-            reached, outer = more, again
+    reached, outer, tried = base, base, 1.2 * base
+    for _ in range(TRIES):
+        found = integrate(case, limiting, tried, ONE)
+        if found > reached:
+            reached, outer = found, tried
+        tried = tried * GROWTH if found >= tried else sqrt(found * tried)
+        if tried < 1.01 * reached:
+            break
+    shares, tried = ONE, 1.1 * reached
+    # up to three activations, a sum reaches no further than the constant from the center
+    if reached > base and len(case.network.activations) > 3:
+        found = integrate(case, limiting, tried)
+        if found > reached:
+            reached, outer, shares = found, tried, SHARES
     open_ = [k for k in order[1:] if reached > base and not float(case.shares(reached)[k]) > 0]
     for k in open_:
-        own = integrate(case, k, outer) if reached > base else 0.0
+        own = integrate(case, k, outer, shares) if reached > base else 0.0
         if own < reached:
             reached, limiting = own, k
     return max(base, reached), limiting

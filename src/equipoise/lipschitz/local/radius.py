@@ -591,7 +591,10 @@ class Certifier:
             return relaxed_radius(case, known, 0.2), int(case.margins.argmin()), "relaxation"
 
         integral = self.norm == "l2" and self.effort != "relaxation"
-        radius, method = relaxed_radius(case, known, 0.05 if integral else 1e-2), "relaxation"
+        case.tight = not integral  # there this is only where the integral begins
+        radius, method = relaxed_radius(case, known, 0.2 if integral else 1e-2), "relaxation"
+        case.tight = True
+        case.balls.clear()
         limiting = int(case.shares(case.failed).argmin()) if case.failed < inf else 0
         if integral and radius > 0 and time.process_time() < case.deadline:
             more, rival = integral_radius(case, radius)

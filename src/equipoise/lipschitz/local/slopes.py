@@ -211,7 +211,7 @@ def optimise(
         for p in parameters:
             p.requires_grad_()
         rate = rate or (RATE if relaxation.log_penalty else LINES_RATE)
-        optimizer = torch.optim.Adam(parameters, lr=rate)
+        optimizer = torch.optim.Adam(parameters, lr=rate, fused=True)
         for _ in range(steps):
             if (best > enough).all() or time.process_time() > deadline:
                 break
@@ -228,16 +228,15 @@ def optimise(
     return torch.maximum(best, relaxed_bounds(ball, k, rows, last)), last
 
 
-def tight_bounds(ball: Ball, k: int, rows: Tensor, deadline: float = inf) -> Tensor:
+def tight_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
     """Lower bounds of rows of node k by a few steps of optimised slopes; −∞ where these would be too many numbers.
 
     Args:
         ball: enclosed up to node k.
         k: index of the node.
         rows: (rows, size of node k).
-        deadline: of `time.process_time()`.
     """
     before = sum(ball.network.sizes[i] for i in ball.lines)
     if not before or len(rows) * before > INNER_NUMBERS:
         return torch.full((len(rows),), -inf, dtype=torch.float64)
-    return optimise(ball, k, rows, steps=INNER_STEPS, deadline=deadline)[0]
+    return optimise(ball, k, rows, steps=INNER_STEPS)[0]
