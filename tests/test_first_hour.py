@@ -107,3 +107,25 @@ def test_the_five_steps_as_they_are_written(tmp_path, monkeypatch, follow):
     steps = commands("Five steps")
     assert [step[0] for step in steps] == ["audit", "prove", "certify", "attack", "report", "predict"]
     assert follow(steps, "runs/a").accuracy[0.0] > 0
+
+
+@pytest.mark.slow
+def test_the_five_steps_on_a_hugging_face_folder(tmp_path, monkeypatch, follow):
+    """With fewer inputs and draws; the last step reads pictures, which the test above does."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=10)
+    net = transformers.ViTForImageClassification(config)
+    x, y = eq.data.load_dataset("digits#train").batch(range(1437))
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(eq.regularizers.add_noise(x, 0.25)).logits, y).backward()
+        optimizer.step()
+    net.save_pretrained("folder")
+    changed = {"model.pt2": "folder", "50": "4", "1000": "100", "0.25,0.5": "0.25"}
+    steps = [[changed.get(word, word) for word in step] for step in commands("Five steps")[:-1]]
+    assert follow(steps, "runs/a").accuracy[0.0] > 0
+    assert open_run("runs/p").results().average_radius > 0
