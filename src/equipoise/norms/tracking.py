@@ -59,8 +59,8 @@ class Proof(NamedTuple):
 class TrackedNorm:
     """What a matrix and a convolution have in common: the ladder of bounds, and storing the proof."""
 
-    #: whether a direct proof costs so much that room for the next steps is worth more than closeness
-    dear = False
+    #: whether direct proofs cost so much that room for the next steps is worth more than closeness
+    dear: bool = False
 
     def __init__(self) -> None:
         self.proof: Proof | None = None
@@ -244,6 +244,11 @@ class TrackedMatrix(TrackedNorm):
         self.Q = self.start = torch.empty(0, 0)
         #: `SᵀS ⪯ rest²·I + TᵀT` (`norms.deflation`)
         self.T, self.rest = self.Q, math.inf
+
+    @property
+    def dear(self) -> bool:  # type: ignore[override]
+        """True where no few directions stand out, so that a proof lasts for a step or two only."""
+        return self.proof is not None and not len(self.T)
 
     def _prepared(self, W: Tensor, what: str) -> Tensor:
         if W.dim() != 2:

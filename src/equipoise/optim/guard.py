@@ -127,7 +127,7 @@ class SpectralGuard:
 
     | how | what is done to a weight with σ₁ > R |
     |---|---|
-    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` (of a convolution: the proved bound of σ₁) |
+    | `cap` | `W ← cW`, so that `R(1 − headroom) ≤ σ₁ ≤ R` (of a convolution, and by default: the proved bound of σ₁) |
     | `sphere` | `W ← W·R/U` at every step, U the proved bound, also from below: `σ₁ = R` up to the tolerance |
     | `clip` | `W ← W − Σ (σ_i − r) u_i v_iᵀ` over the singular values above `r = R(1 − headroom)` (matrices only) |
     | `hammer` | `W ← W + (r − σ₁) u₁v₁ᵀ`, only the largest one (matrices only) |
@@ -158,9 +158,10 @@ class SpectralGuard:
         names: glob or compiled pattern over module names, or several.
         parameters: pattern over parameter names: further two-dimensional parameters to guard as matrices.
         tolerance: relative excess that is let pass without touching the weight.
-        headroom: how far below R, relatively, a weight that has to be brought back may be put; by default 0.03, and 0.1 for
-            convolutions, whose proofs are dear. The room that it has then lets most steps pass on the carried proof: a weight
-            that grew is scaled by it, without a new one; a convolution close to R that needs a new one gets its room back.
+        headroom: how far below R, relatively, a weight that has to be brought back may be put; by default 0.03, and 0.1 where
+            proofs are dear: for convolutions, and matrices of which no few directions stand out. The room that it has then lets
+            most steps pass on the carried proof: a weight that grew is scaled by it, without a new one; where proofs are dear, a
+            weight close to R that needs a new one gets its room back.
             0 holds as close to R as the tolerance asks, with proofs in float64. Not for `sphere`, which has none.
         every: new proofs are made only every so many steps. Between them an excess that the carried proof cannot exclude
             counts as one, so norms are held a little below R: still proved, and cheaper where proofs are dear (convolutions with
@@ -359,9 +360,14 @@ class SpectralGuard:
     def _limit(self, one: Guarded) -> float:
         return deflate(one.radius * (1 + self.tolerance))
 
+    def _dear(self, one: Guarded) -> bool:
+        """Whether a weight that needs a new proof gets room for more steps: a matrix only where nothing else is asked for."""
+        usual = self.headroom is None and self.how == "cap"
+        return one.tracked.dear and (usual or one.places[0].is_convolution)
+
     def _room(self, one: Guarded) -> float:
         """How far below R, relatively, the weight may be put."""
-        usual = 0.1 if one.tracked.dear else 0.03
+        usual = 0.1 if self._dear(one) else 0.03
         return usual if self.headroom is None else self.headroom
 
     def _bracket(self, one: Guarded, close: bool = False) -> None:
@@ -380,7 +386,7 @@ class SpectralGuard:
         slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         room = self._room(one)
-        crowded = one.tracked.dear and one.tracked.renewed and room > 0
+        crowded = self._dear(one) and one.tracked.renewed and room > 0
         return low or one.upper > (one.radius * (1 - room / 2) if crowded else self._limit(one))
 
     @torch.no_grad()
@@ -431,8 +437,8 @@ class SpectralGuard:
                 f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}"
             )
         W, u = one.weight.detach(), unit_roundoff(one.weight.dtype)
-        # borders keep the lower end of a convolution far below its norm; a new upper end is close
-        reached = one.upper if one.tracked.dear and one.tracked.direct else one.lower
+        # the lower end of a convolution may lie far below its norm, and room is counted from the upper end; a new one is close
+        reached = one.upper if self._dear(one) and one.tracked.direct else one.lower
         room = self._room(one)
         least = one.radius * (1 - room) / reached if reached and room else math.inf
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
