@@ -133,16 +133,14 @@ METHODS: list[Method] = [
     *(Method(name, lambda K, n, p, peer=peer: peer.run(K, n, p, 40)) for name, peer in PEERS.items()),
     Method("spectral_norm-upper", _bracket_end("upper")),
     Method("spectral_norm-lower", _bracket_end("lower")),
-    Method(
-        "conv_norm",
-        lambda K, n, p: Bound(float(functional.conv_norm(K.double(), p, input_size=n)), Kind.UPPER, "conv_norm"),
-    ),
+    Method("conv_norm",
+        lambda K, n, p: Bound(float(functional.conv_norm(K.double(), p, input_size=n)), Kind.UPPER, "conv_norm")),
     *(
         Method(f"norm2_toep-{r}-{t}", lambda K, n, p, r=r, t=t: norm2_toep(K, t, r))
         for r in ("inf", "fro")
         for t in (0, 1, 3)
     ),
-]
+]  # fmt: skip
 
 
 def matrices() -> list[tuple[str, Tensor]]:

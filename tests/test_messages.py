@@ -43,10 +43,8 @@ CALLS = {
     "digit": (lambda _: load_dataset("digit"), InputError, "no 'digit'; did you mean 'digits'?"),
     "label too large": (lambda _: attack(y=Y + 4), InputError, "labels must lie in 0 … 1"),
     "no logits": (lambda _: attack(model=nn.Unflatten(1, (2, 2))), InputError, "expected logits of shape (2, classes)"),
-    "keyword misspelt": (
-        lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
-        "certify() got an unexpected keyword argument 'sed'; did you mean 'seed'?",
-    ),
+    "keyword misspelt": (lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
+        "certify() got an unexpected keyword argument 'sed'; did you mean 'seed'?"),
     "data by name": (lambda f: eq.certify(net(), "digits", run_dir=f, sigma=1), InputError, "use eq.data.load_dataset("),
     "public name misspelt": (lambda _: eq.lipschitz_bond, AttributeError, "did you mean 'lipschitz_bound'?"),
     "nothing to decay": (lambda _: eq.regularizers.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),

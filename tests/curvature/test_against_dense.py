@@ -45,28 +45,17 @@ NETWORKS = {
     "mlp-ce": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), (5,), "ce"),
     "relu-ce": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), (5,), "ce"),
     "mse": (lambda: nn.Sequential(nn.Linear(4, 7), nn.Softplus(), nn.Linear(7, 2)), (4,), "mse"),
-    "convolution": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
-        ),
-        (1, 4, 4),
-        "ce",
-    ),
-    "batch-norm-and-dropout": (
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)),
-        (4,),
-        "ce",
-    ),
-    "max-pool": (
-        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)),
-        (1, 6, 6),
-        "ce",
-    ),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(12, 3)), (1, 4, 4), "ce"),
+    "batch-norm-and-dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5),
+        nn.Linear(6, 3)), (4,), "ce"),
+    "max-pool": (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8, 3)), (1, 6, 6), "ce"),
     "layer-norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Sigmoid(), nn.Linear(6, 2)), (4,), "ce"),
     "attention": (Attention, (12,), "ce"),
     "tied": (tied, (4,), "ce"),
     "tied-parameters": (tied_parameters, (4,), "ce"),
-}
+}  # fmt: skip
 
 
 def build(name, n=23):
@@ -289,22 +278,14 @@ def same(y):
 
 #: (network, loss, targets, the loss of all data at once as torch computes it)
 MEANS = {
-    "mse-flat-targets": (
-        network(1), "mse", torch.linspace(-1, 2, 23).double(),
-        lambda z: nn.functional.mse_loss(z[:, 0], torch.linspace(-1, 2, 23).double()),
-    ),
-    "mse-flat-outputs": (
-        nn.Sequential(network(1), nn.Flatten(0)), "mse", torch.linspace(-1, 2, 23).double()[:, None],
-        lambda z: nn.functional.mse_loss(z, torch.linspace(-1, 2, 23).double()),
-    ),
+    "mse-flat-targets": (network(1), "mse", torch.linspace(-1, 2, 23).double(),
+        lambda z: nn.functional.mse_loss(z[:, 0], torch.linspace(-1, 2, 23).double())),
+    "mse-flat-outputs": (nn.Sequential(network(1), nn.Flatten(0)), "mse", torch.linspace(-1, 2, 23).double()[:, None],
+        lambda z: nn.functional.mse_loss(z, torch.linspace(-1, 2, 23).double())),
     "ce-int32": (network(), "ce", (torch.arange(23) % 3).int(), same(torch.arange(23) % 3)),
-    "ce-probabilities": (
-        network(), "ce", torch.softmax(inputs()[:, :3], 1), same(torch.softmax(inputs()[:, :3], 1))
-    ),
-    "ce-pixels": (
-        nn.Sequential(network(6), nn.Unflatten(1, (3, 2))), "ce", torch.arange(46).reshape(23, 2) % 3,
-        same(torch.arange(46).reshape(23, 2) % 3),
-    ),
+    "ce-probabilities": (network(), "ce", torch.softmax(inputs()[:, :3], 1), same(torch.softmax(inputs()[:, :3], 1))),
+    "ce-pixels": (nn.Sequential(network(6), nn.Unflatten(1, (3, 2))), "ce", torch.arange(46).reshape(23, 2) % 3,
+        same(torch.arange(46).reshape(23, 2) % 3)),
 }  # fmt: skip
 
 

@@ -43,14 +43,11 @@ def measured(ratio, low, high):
     return {"x": pairs.Measured("x", ratio, low, high, ratio, 1.0, None)}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "verdict"),
-    [
-        ((1.0, 0.9, 1.1), (0.5, 0.4, 0.6), "faster"),
-        ((1.0, 0.9, 1.1), (1.5, 1.4, 1.6), "slower"),
-        ((1.0, 0.9, 1.1), (1.15, 1.05, 1.3), "no difference seen"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "verdict"), [
+    ((1.0, 0.9, 1.1), (0.5, 0.4, 0.6), "faster"),
+    ((1.0, 0.9, 1.1), (1.5, 1.4, 1.6), "slower"),
+    ((1.0, 0.9, 1.1), (1.15, 1.05, 1.3), "no difference seen"),
+])  # fmt: skip
 def test_a_difference_is_one_where_the_quartiles_do_not_meet(before, after, verdict):
     (row,) = pairs.compare(measured(*before), measured(*after))
     assert row["verdict"] == verdict

@@ -47,12 +47,8 @@ WRITTEN_OUT = {
     "addcdiv": at(lambda x: torch.addcdiv(x, -x, P.to(x.dtype), value=0.5), (6,), 0.3),
     "addmm factors": at(lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.mT.to(x.dtype), alpha=2.0, beta=0.5)),
     "addmm of branches": at(lambda x: torch.addmm(x[:, :5], x, W.mT.to(x.dtype), alpha=-2.0), (6,), 0.8),
-    "baddbmm": at(
-        lambda x: torch.baddbmm(
-            torch.ones(1, 3, 5, dtype=x.dtype), x, W.mT[None].to(x.dtype).expand(len(x), -1, -1), alpha=2.0
-        ),
-        (3, 6),
-    ),
+    "baddbmm": at(lambda x: torch.baddbmm(torch.ones(1, 3, 5, dtype=x.dtype), x,
+        W.mT[None].to(x.dtype).expand(len(x), -1, -1), alpha=2.0), (3, 6)),
     "outer": at(lambda x: x[:, :, None] * W[0, None, None].to(x.dtype)),
     "einsum of one": at(lambda x: torch.einsum("bij->bj", x), (3, 4)),
     "einsum diagonal": at(lambda x: torch.einsum("bii->bi", x), (4, 4)),
@@ -60,7 +56,7 @@ WRITTEN_OUT = {
     "einsum of three": at(lambda x: torch.einsum("bi,oi,po->bp", x, W.to(x.dtype), T.to(x.dtype)), (6,), 0.5),
     "broadcast tensors": at(lambda x: torch.broadcast_tensors(x[:, None], torch.ones(4, 1, dtype=x.dtype))[0]),
     "pairwise distance": at(lambda x: F.pairwise_distance(x, torch.ones(6, dtype=x.dtype))),
-}
+}  # fmt: skip
 
 INDEXED = {
     "unfold": at(lambda x: x.unfold(1, 3, 1)),
@@ -75,16 +71,14 @@ ORDERED = {
     "mean in a named type": at(lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)), (3, 5), 0.9),
     "max min of halves": at(lambda x: torch.cat([torch.max(x[:, :3], x[:, 3:]), torch.min(x[:, :3], x[:, 3:])], 1)),
     "max min interleaved": at(
-        lambda x: torch.stack([x[:, ::2].maximum(x[:, 1::2]), x[:, ::2].minimum(x[:, 1::2])], 2).flatten(1)
-    ),
+        lambda x: torch.stack([x[:, ::2].maximum(x[:, 1::2]), x[:, ::2].minimum(x[:, 1::2])], 2).flatten(1)),
     "max min of groups": at(lambda x: torch.cat([x.view(-1, 2, 3).amax(1), x.view(-1, 2, 3).amin(1)], 1)),
     "max min by values": at(lambda x: torch.stack([x.view(-1, 3, 2).max(-1)[0], x.view(-1, 3, 2).min(-1)[0]], 1)),
     "max and max": at(lambda x: torch.cat([x.amax(1, True), x.amax(1, True)], 1)),
     "max, min and the same max": at(
-        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)), (2,)
-    ),
+        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)), (2,)),
     "max and min of one": at(lambda x: torch.cat([x[..., :1].amax(1), x[..., :1].amin(1)], 1), (1, 4)),
-}
+}  # fmt: skip
 
 FOURIER = {
     "rfft": at(lambda x: torch.view_as_real(torch.fft.rfft(x))),
@@ -92,16 +86,12 @@ FOURIER = {
     "fft modulus": at(lambda x: torch.fft.fft2(x).abs(), (4, 4), 0.7),
     "fft real part": at(lambda x: torch.fft.fft(x, norm="forward").real, (6,), 0.9),
     "spectral filter": at(
-        lambda x: torch.fft.irfft(torch.fft.rfft(x) * SPECTRUM.to(torch.fft.rfft(x).dtype), n=6), (6,), 0.5
-    ),
+        lambda x: torch.fft.irfft(torch.fft.rfft(x) * SPECTRUM.to(torch.fft.rfft(x).dtype), n=6), (6,), 0.5),
     "fourier layer": at(_fourier_layer, (2, 6), 0.4),
     "fft shift": at(lambda x: torch.fft.fftshift(x, (1, 2)), (3, 4)),
-    "short-time transform": at(
-        lambda x: torch.stft(x, 4, 2, window=torch.ones(4, dtype=x.dtype), center=False, return_complex=True).abs(),
-        (8,),
-        0.4,
-    ),
-}
+    "short-time transform": at(lambda x: torch.stft(x, 4, 2, window=torch.ones(4, dtype=x.dtype), center=False,
+        return_complex=True).abs(), (8,), 0.4),
+}  # fmt: skip
 
 DOMAINS = {
     "reciprocal": at(lambda x: 1 / (2 + torch.sigmoid(x)), (6,), 0.5),
@@ -117,8 +107,7 @@ DOMAINS = {
     "normalize plus": at(lambda x: x / (x.norm(dim=-1, keepdim=True) + 0.5), (6,), 0.9),
     "normalize copies": at(lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(0.5).expand(-1, 4, 6), (1, 6)),
     "cosine similarity": at(
-        lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0), (6,), 0.1, 2.0
-    ),
+        lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0), (6,), 0.1, 2.0),
     "rms norm by hand": at(lambda x: _rms(x, P), (3, 6), 0.9),
     "rms norm by reciprocals": at(lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9),
     "rms norm by a power": at(lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9),
@@ -128,15 +117,13 @@ DOMAINS = {
     "swish of a negative": at(lambda x: 2 * x * torch.sigmoid(-x / 3)),
     "gelu by hand": at(lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
     "tanh gelu by hand": at(
-        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-    ),
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))),
     "tanh gelu by squares": at(lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1)),
     "mish by hand": at(lambda x: x * torch.tanh(F.softplus(x))),
     "rms norm by division": at(lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9),
     "attention after rms norm": at(
-        lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)), (3, 4), 0.0
-    ),
-}
+        lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)), (3, 4), 0.0),
+}  # fmt: skip
 
 torch.manual_seed(1)  # rows above may change without changing these
 RECURRENT = {
@@ -273,20 +260,16 @@ CASES = {
     "einsum on ball": at(lambda x: torch.einsum("bij,bkj->bik", x, 2 * x), (3, 4), 0.2, 2.0),
     "rows of copies": at(_scores(lambda x: torch.sin(x) * torch.ones(64, dtype=x.dtype)), (4, 1), 0.4),
     "rows of a product with a vector": at(
-        lambda x: _outer(torch.sin(3 * x) @ torch.ones(3, dtype=x.dtype)), (4, 3), 0.2
-    ),
+        lambda x: _outer(torch.sin(3 * x) @ torch.ones(3, dtype=x.dtype)), (4, 3), 0.2),
     "vector, then matrix": at(lambda x: F.linear(F.relu(x @ V.to(x.dtype)), W[:, :3].to(x.dtype)), (3, 4), 0.8),
     "padding that cuts": at(lambda x: (lambda y: y * y.flip(1))(F.pad(x, (-2, 2), value=5.0)), (4,), 0.3, 1.0),
     "one bias for all": at(
-        _scores(lambda x: F.linear(x, W.to(x.dtype), torch.full((1,), 5.0, dtype=x.dtype))), (1, 6), 0.3, 1.0
-    ),
+        _scores(lambda x: F.linear(x, W.to(x.dtype), torch.full((1,), 5.0, dtype=x.dtype))), (1, 6), 0.3, 1.0),
     "addmm, one bias": at(
-        lambda x: _outer(torch.addmm(torch.full((1, 1), 5.0, dtype=x.dtype), x, W.mT.to(x.dtype))), (6,), 0.3, 1.0
-    ),
+        lambda x: _outer(torch.addmm(torch.full((1, 1), 5.0, dtype=x.dtype), x, W.mT.to(x.dtype))), (6,), 0.3, 1.0),
     "upsampling 1-d": at(lambda x: F.interpolate(x, scale_factor=1.6, mode="linear"), (2, 5), 0.9),
     "pooling without a batch": at(
-        lambda x: F.adaptive_avg_pool2d(x.flatten(0, 1), (3, 9)).unflatten(0, x.shape[:2]), PLANE, 0.9
-    ),
+        lambda x: F.adaptive_avg_pool2d(x.flatten(0, 1), (3, 9)).unflatten(0, x.shape[:2]), PLANE, 0.9),
     **(WRITTEN_OUT | INDEXED | ORDERED | FOURIER | DOMAINS | RECURRENT),
     "nothing": at(lambda x: x[:, :0].reshape(1, -1) * 2, (6,), 0.0),
-}
+}  # fmt: skip

@@ -222,15 +222,12 @@ def test_a_loose_claim_or_none_leaves_the_bound_of_the_operations():
         assert all(row.method != "loose" for row in report.layers)
 
 
-@pytest.mark.parametrize(
-    ("bound", "error", "words"),
-    [
-        (Bound(0.5, Kind.UPPER), Refused, "attack reaches"),
-        (Bound(1.0, Kind.ESTIMATE), InputError, "kind upper"),
-        (1.0, InputError, "kind upper"),
-        (Bound(float("nan"), Kind.UPPER), InputError, "non-negative"),
-    ],
-)
+@pytest.mark.parametrize(("bound", "error", "words"), [
+    (Bound(0.5, Kind.UPPER), Refused, "attack reaches"),
+    (Bound(1.0, Kind.ESTIMATE), InputError, "kind upper"),
+    (1.0, InputError, "kind upper"),
+    (Bound(float("nan"), Kind.UPPER), InputError, "non-negative"),
+])  # fmt: skip
 def test_false_claims_are_refused(bound, error, words):
     with pytest.raises(error, match=words):
         lipschitz_bound(_claiming(lambda self, shape: bound), torch.zeros(1, WIDTH))

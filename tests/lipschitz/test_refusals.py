@@ -44,19 +44,17 @@ REFUSED = {
     "average with another divisor": (lambda x: F.avg_pool2d(x[:, None, None], 1, divisor_override=2), "divisor"),
     "sum of absolute values as a norm": (lambda x: x.norm(p=1, dim=1), "use the ℓ2 norm"),
     "limits that copy": (lambda x: torch.clamp(x[:, :1], min=torch.full((1, 9), -9.0)), "larger shape"),
-    **{
-        name: (function, f"no Lipschitz rule for aten.{name}")
-        for name, function in {
-            "cumsum": lambda x: x.cumsum(1),
-            "cumprod": lambda x: x.cumprod(1),
-            "topk": lambda x: x.topk(3, 1)[0],
-            "index_put": lambda x: x.index_put((torch.tensor([0]),), x[:1]),
-            "scatter_add": lambda x: x.scatter_add(1, torch.zeros(1, 4, dtype=torch.int64), x),
-            "index_copy": lambda x: x.index_copy(1, torch.tensor([0, 0]), x[:, :2]),
-            "std": lambda x: x.std(1),
-            "lerp": lambda x: torch.lerp(x, x.flip(1), 0.3),
-        }.items()
-    },
+    "cumsum": (lambda x: x.cumsum(1), "rule for aten.cumsum"),
+    "cumprod": (lambda x: x.cumprod(1), "rule for aten.cumprod"),
+    "topk": (lambda x: x.topk(3, 1)[0], "rule for aten.topk"),
+    "index_put": (lambda x: x.index_put((torch.tensor([0]),), x[:1]), "rule for aten.index_put"),
+    "scatter_add": (
+        lambda x: x.scatter_add(1, torch.zeros(1, 4, dtype=torch.int64), x),
+        "rule for aten.scatter_add",
+    ),
+    "index_copy": (lambda x: x.index_copy(1, torch.tensor([0, 0]), x[:, :2]), "rule for aten.index_copy"),
+    "std": (lambda x: x.std(1), "rule for aten.std"),
+    "lerp": (lambda x: torch.lerp(x, x.flip(1), 0.3), "rule for aten.lerp"),
     "choice by a constant mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "shape depends"),
 }
 

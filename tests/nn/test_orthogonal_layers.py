@@ -199,14 +199,11 @@ def test_gradients_are_right(case: Case) -> None:
 
 
 @pytest.mark.parametrize("cls", CONV)
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"padding": 1, "padding_mode": "reflect"}, "copies border pixels"),
-        ({"padding": 1, "padding_mode": "replicate"}, "copies border pixels"),
-        ({"padding": 2, "padding_mode": "circular"}, "repeats outputs"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"padding": 1, "padding_mode": "reflect"}, "copies border pixels"),
+    ({"padding": 1, "padding_mode": "replicate"}, "copies border pixels"),
+    ({"padding": 2, "padding_mode": "circular"}, "repeats outputs"),
+])  # fmt: skip
 def test_unsound_padding_is_refused(cls: type[nn.Module], options: dict[str, Any], reason: str) -> None:
     with pytest.raises(Refused, match=reason):
         cls(4, 4, 3, **options)

@@ -122,19 +122,15 @@ def test_abs_would_reach_three():
     assert float(torch.linalg.matrix_norm(J, 2)) == pytest.approx(3)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"stride": 2}, "stride"),
-        ({"stride": 2, "padding": 1}, "stride"),
-        ({"padding": 0}, "image size"),
-        ({"kernel_size": 2}, "even"),
-        ({"out_channels": 5}, "as many outputs"),
-        ({"padding_mode": "reflect"}, "reflect"),
-        ({"padding_mode": "replicate", "padding": 1}, "replicate"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"stride": 2}, "stride"),
+    ({"stride": 2, "padding": 1}, "stride"),
+    ({"padding": 0}, "image size"),
+    ({"kernel_size": 2}, "even"),
+    ({"out_channels": 5}, "as many outputs"),
+    ({"padding_mode": "reflect"}, "reflect"),
+    ({"padding_mode": "replicate", "padding": 1}, "replicate"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["CPLConv2d", "SLLConv2d"])
 def test_unsound_geometry_is_refused(name, options, reason):
     with pytest.raises(Refused, match=reason):

@@ -395,20 +395,17 @@ def test_weights_in_a_file_beside_the_network_are_read(tmp_path: Path) -> None:
     assert np.allclose(ort.InferenceSession(str(path)).run(None, {"x": x})[0], load_onnx(path)(torch.from_numpy(x)))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        *[
-            ({"location": name}, "only files in the folder")
-            for name in ("../weights.bin", "w" * 5000, "sub\\w", "..", "")
-        ],
-        ({"location": "link.bin"}, "a link"),
-        ({"location": "missing.bin"}, "cannot read"),
-        ({"location": "folder"}, "not a regular file"),
-        *[(change, "24 bytes") for change in ({"offset": "-4"}, {"offset": "1e3"}, {"length": "20"})],
-        ({"offset": "8"}, "ends after 20"),
+@pytest.mark.parametrize(("change", "words"), [
+    *[
+        ({"location": name}, "only files in the folder")
+        for name in ("../weights.bin", "w" * 5000, "sub\\w", "..", "")
     ],
-)
+    ({"location": "link.bin"}, "a link"),
+    ({"location": "missing.bin"}, "cannot read"),
+    ({"location": "folder"}, "not a regular file"),
+    *[(change, "24 bytes") for change in ({"offset": "-4"}, {"offset": "1e3"}, {"length": "20"})],
+    ({"offset": "8"}, "ends after 20"),
+])  # fmt: skip
 def test_weights_elsewhere_are_refused(tmp_path: Path, change: dict[str, str], words: str) -> None:
     (tmp_path / "link.bin").symlink_to("weights.bin")
     (tmp_path / "folder").mkdir()

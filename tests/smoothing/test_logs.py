@@ -37,21 +37,18 @@ def test_largest_radius_is_that_of_unanimous_votes():
     assert log.radius.max() == pytest.approx(most, abs=6e-4)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "header"),
-        ("a\tb\n", "header"),
-        (HEADER, "no rows"),
-        (HEADER + "0\t1\t2\n", "row"),
-        (HEADER + "0\t1\t1\t0.5\t1\tx\n1\tone\t1\t0.5\t1\tx\n", "row 1"),
-        (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "radius"),
-        (HEADER + "0\t1\t1\tnan\t1\tx\n", "radius"),
-        (HEADER + "0\t1\t1\t0.5\t7\tx\n", "correct"),
-        (b"\xff\x00", "is not a text file"),
-        (None, "cannot read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "header"),
+    ("a\tb\n", "header"),
+    (HEADER, "no rows"),
+    (HEADER + "0\t1\t2\n", "row"),
+    (HEADER + "0\t1\t1\t0.5\t1\tx\n1\tone\t1\t0.5\t1\tx\n", "row 1"),
+    (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "radius"),
+    (HEADER + "0\t1\t1\tnan\t1\tx\n", "radius"),
+    (HEADER + "0\t1\t1\t0.5\t7\tx\n", "correct"),
+    (b"\xff\x00", "is not a text file"),
+    (None, "cannot read"),
+])  # fmt: skip
 def test_malformed_logs_are_named(tmp_path, text, message):
     if text is not None:
         (tmp_path / "log").write_bytes(text if isinstance(text, bytes) else text.encode())

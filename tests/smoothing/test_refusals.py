@@ -1,5 +1,6 @@
 """Numbers and networks that no certificate can be made of: one sentence each."""
 
+import functools
 import math
 
 import numpy as np
@@ -31,96 +32,59 @@ class Answering(nn.Module):
         return self.answer(x)
 
 
-NO_LOGITS = [
-    lambda x: (x[:, :2],),
-    lambda x: x[:, :2].long(),
-    lambda x: x[:, :2] + 1j,
-    lambda x: x[:, 0],
-    lambda x: x[:-1, :2],
+NO_LOGITS = (
+    lambda x: (x[:, :2],), lambda x: x[:, :2].long(), lambda x: x[:, :2] + 1j, lambda x: x[:, 0], lambda x: x[:-1, :2],
     lambda x: None,
-]
-BAD = [
-    lambda: sm.clopper_pearson(5, 4, 0.05, "lower"),
-    lambda: sm.clopper_pearson(1.5, 4, 0.05, "lower"),
-    lambda: sm.clopper_pearson(-1, 4, 0.05),
-    lambda: sm.clopper_pearson(1, 0, 0.05),
-    lambda: sm.clopper_pearson(1, 4, 0.0),
-    lambda: sm.clopper_pearson(1, 4, 0.05, "left"),
-    lambda: sm.hoeffding(1.2, 10, 0.05),
-    lambda: sm.empirical_bernstein(0.5, -1.0, 10, 0.05),
-    lambda: sm.empirical_bernstein(0.5, 0.1, 1, 0.05),
-    lambda: sm.betting([0.5, 1.5], 0.05),
-    lambda: sm.betting(np.zeros((3, 0)), 0.05),
-    lambda: sm.betting([0.5], 1.0),
-    lambda: sm.radius_mono(1.1, 0.5),
-    lambda: sm.radius_mono(np.nan, 0.5),
-    lambda: sm.radius_mono(0.9, 0.0),
-    lambda: sm.radius_mono(0.99, 1e308),
-    lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, -1.0),
-    lambda: sm.radius_multi_lipschitz(0.9, 0.1, 0.5, np.array([-1.0])),
-    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 0.01, "voodoo"),
-    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 0.01, "lvm"),
-    lambda: sm.certify_counts([1, 2], [3, 4, 5], 0.5),
-    lambda: sm.certify_counts([1.5, 2], [3, 4], 0.5),
-    lambda: sm.certify_counts([1, 2], [3, -4], 0.5),
-    lambda: sm.certify_counts([1], [3], 0.5),
-    lambda: sm.certify_counts([1, 2], [3, 4], 0.5, 1.5),
-    lambda: sm.certify_counts([1, 2], [3, 4], -0.5),
-    lambda: sm.certify_counts([1, 2], [np.inf, 4], 0.5),
-    lambda: sm.certify_counts([1, 2], [2**53, 1], 0.5),  # the sum is rounded to 2^53 draws, all for the class
-    lambda: sm.certify_counts([1, 2], [10**400, 4], 0.5),
-    lambda: sm.certified_substitutions(Z, Y, torch.zeros(2, 0, dtype=torch.long), torch.ones(3, 2), 1.0),
-    lambda: sm.AblatedClassifier(MODEL, 1, 2, hidden="[MASK]"),
-    lambda: sm.certify_scores(np.full((5, 2), 0.6), HALVES, 0.5),
-    lambda: sm.certify_scores(HALVES, HALVES[:1], 0.5),
-    lambda: sm.certify_scores(HALVES, HALVES, 0.5, procedure="cohen"),
-    lambda: sm.certify_scores(HALVES, HALVES, 0.5, interval="guess"),
-    lambda: sm.margin_radius(Z[0], Y),
-    lambda: sm.margin_radius(Z, Y + 3),
-    lambda: sm.margin_radius(Z * math.nan, Y),
-    lambda: sm.margin_radius(Z, Y, [1.0, 1.0]),
-    lambda: sm.margin_radius(Z, Y, torch.ones(2, 2)),
-    lambda: sm.margin_radius(Z, Y, -torch.ones(3, 3)),
-    lambda: sm.margin_radius(Z, Y, weight=torch.zeros(4, 2)),
-    lambda: sm.certified_accuracy([0.1], [True, False]),
-    lambda: sm.certified_accuracy([], []),
-    lambda: sm.certified_accuracy([math.nan], [True]),
-    lambda: sm.certified_accuracy([0.1], [True], -1.0),
-    lambda: sm.SimplexMap("argmax"),
-    lambda: sm.SimplexMap("softmax", 0.0),
-    lambda: sm.SimplexMap("softmax", mass=-1.0),
-    lambda: sm.SimplexMap("softmax").component_lipschitz(1.0, 1),
-    lambda: sm.certify_adaptive(smooth(), X, target_radius=0.1, alpha=0.0),
-    lambda: sm.certify_adaptive(smooth(), X, target_radius=10.0),
-    lambda: sm.certify_adaptive(smooth(), X, target_radius=-1.0),
-    lambda: sm.certify_adaptive(smooth(), X, target_radius="0.1"),
-    lambda: smooth(sigma=0.0),
-    lambda: smooth(sigma=[0.5, torch.ones(2)]),
-    lambda: smooth(sigma=[[0.5], [0.25]]),
-    lambda: smooth(sigma=[]),
-    lambda: smooth(sigma=[0.5, -0.1]),
-    lambda: smooth(sigma=[0.5, math.nan]),
-    lambda: smooth(sigma="0.5x"),
-    lambda: smooth(classes=1),
-    lambda: smooth(classes=2.5),
-    lambda: smooth(classes=3).predict(X),
-    lambda: smooth().predict(X[0]),
-    lambda: smooth().predict(X, ids=[1, 2]),
-    lambda: smooth().predict(X.long()),
-    lambda: smooth().predict(X, n=0),
-    lambda: smooth().predict(X, n=1.5),
-    lambda: smooth().predict(X, alpha=2.0),
-    lambda: smooth().predict(X, alpha=math.nan),
-    lambda: smooth().certify(X, procedure="cohen", lipschitz=1.0),
-    lambda: smooth().certify(X, map="best"),
-    *(lambda f=f: smooth(Answering(f)).predict(X) for f in NO_LOGITS),
-]
+)  # fmt: skip
+#: a function, and arguments that it refuses
+BAD_ARGUMENTS = [
+    (sm.clopper_pearson, (5, 4, 0.05, "lower"), (1.5, 4, 0.05, "lower"), (-1, 4, 0.05), (1, 0, 0.05), (1, 4, 0.0),
+     (1, 4, 0.05, "left")),
+    (sm.hoeffding, (1.2, 10, 0.05)),
+    (sm.empirical_bernstein, (0.5, -1.0, 10, 0.05), (0.5, 0.1, 1, 0.05)),
+    (sm.betting, ([0.5, 1.5], 0.05), (np.zeros((3, 0)), 0.05), ([0.5], 1.0)),
+    (sm.radius_mono, (1.1, 0.5), (np.nan, 0.5), (0.9, 0.0), (0.99, 1e308)),
+    (sm.radius_multi_lipschitz, (0.9, 0.1, 0.5, -1.0), (0.9, 0.1, 0.5, np.array([-1.0]))),
+    (sm.certify_counts, ([1, 2], [3, 4], 0.5, 0.01, "voodoo"), ([1, 2], [3, 4], 0.5, 0.01, "lvm"),
+     ([1, 2], [3, 4, 5], 0.5), ([1.5, 2], [3, 4], 0.5), ([1, 2], [3, -4], 0.5), ([1], [3], 0.5),
+     ([1, 2], [3, 4], 0.5, 1.5), ([1, 2], [3, 4], -0.5), ([1, 2], [np.inf, 4], 0.5), ([1, 2], [10**400, 4], 0.5),
+     ([1, 2], [2**53, 1], 0.5)),  # the sum is rounded to 2^53 draws, all for the class
+    (sm.certified_substitutions, (Z, Y, torch.zeros(2, 0, dtype=torch.long), torch.ones(3, 2), 1.0)),
+    (sm.certify_scores, (np.full((5, 2), 0.6), HALVES, 0.5), (HALVES, HALVES[:1], 0.5)),
+    (sm.margin_radius, (Z[0], Y), (Z, Y + 3), (Z * math.nan, Y), (Z, Y, [1.0, 1.0]), (Z, Y, torch.ones(2, 2)),
+     (Z, Y, -torch.ones(3, 3))),
+    (sm.certified_accuracy, ([0.1], [True, False]), ([], []), ([math.nan], [True]), ([0.1], [True], -1.0)),
+    (sm.SimplexMap, ("argmax",), ("softmax", 0.0)),
+    (sm.SimplexMap("softmax").component_lipschitz, (1.0, 1)),
+    (smooth().predict, (X[0],), (X.long(),)),
+    (smooth(classes=3).predict, (X,)),
+    *((smooth(Answering(answer)).predict, (X,)) for answer in NO_LOGITS),
+]  # fmt: skip
+#: the same for arguments by name
+BAD_OPTIONS = [
+    (functools.partial(sm.AblatedClassifier, MODEL, 1, 2), {"hidden": "[MASK]"}),
+    (functools.partial(sm.certify_scores, HALVES, HALVES, 0.5), {"procedure": "cohen"}, {"interval": "guess"}),
+    (functools.partial(sm.margin_radius, Z, Y), {"weight": torch.zeros(4, 2)}),
+    (functools.partial(sm.SimplexMap, "softmax"), {"mass": -1.0}),
+    (functools.partial(sm.certify_adaptive, smooth(), X), {"target_radius": 0.1, "alpha": 0.0}, {"target_radius": 10.0},
+     {"target_radius": -1.0}, {"target_radius": "0.1"}),
+    (smooth, {"sigma": 0.0}, {"sigma": [0.5, torch.ones(2)]}, {"sigma": [[0.5], [0.25]]}, {"sigma": []},
+     {"sigma": [0.5, -0.1]}, {"sigma": [0.5, math.nan]}, {"sigma": "0.5x"}, {"classes": 1}, {"classes": 2.5}),
+    (functools.partial(smooth().predict, X), {"ids": [1, 2]}, {"n": 0}, {"n": 1.5}, {"alpha": 2.0},
+     {"alpha": math.nan}),
+    (functools.partial(smooth().certify, X), {"procedure": "cohen", "lipschitz": 1.0}, {"map": "best"}),
+]  # fmt: skip
 
 
 def test_bad_input_is_refused():
-    for call in BAD:
-        with pytest.raises(InputError):
-            call()
+    for call, *rows in BAD_ARGUMENTS:
+        for arguments in rows:
+            with pytest.raises(InputError):
+                call(*arguments)
+    for call, *rows in BAD_OPTIONS:
+        for options in rows:
+            with pytest.raises(InputError):
+                call(**options)
 
 
 ESTIMATE, SOFT = Bound(1.0, Kind.ESTIMATE), sm.SimplexMap("softmax")

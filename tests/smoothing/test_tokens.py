@@ -138,12 +138,10 @@ def test_which_entries_are_left_is_uniform_and_channels_go_together():
         (lambda: AblatedClassifier(nn.Flatten().eval(), 1, 4).certify(torch.zeros(4)), "expected sequences"),
         (lambda: AblatedClassifier(nn.Flatten().train(), 1, 4).certify(torch.zeros(1, 4)), "training mode"),
         (lambda: proved_substitutions(nn.Linear(2, 2).eval(), torch.zeros(1, 2).long()), "nn.Embedding"),
-        (
-            lambda: proved_substitutions(nn.Sequential(nn.Embedding(2, 2), nn.Flatten()).eval(), torch.full((1, 3), 2)),
-            "0 … 1",
-        ),
+        (lambda: proved_substitutions(nn.Sequential(nn.Embedding(2, 2), nn.Flatten()).eval(),
+            torch.full((1, 3), 2)), "0 … 1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(call, said):
     with pytest.raises(eq.EquipoiseError, match=said):
         call()

@@ -67,15 +67,12 @@ def test_a_board_can_be_gone_on_with_elsewhere_at_the_same_budget(board, tmp_pat
         play(cells, Budget("digits", 0.002, (4,), (1,), 8, 64), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: plan(["bcop"], ["lmt"], 0), "at least one seed"),
-        (lambda: plan(["bopc"], ["lmt"], 1), "no family 'bopc'"),
-        (lambda: Budget("digits", 0), "positive number of minutes"),
-        (lambda: play_cell(Cell("sr", "lmt", 0), Budget("digits", 1), Path("/dev/null/s")), "cannot make"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: plan(["bcop"], ["lmt"], 0), "at least one seed"),
+    (lambda: plan(["bopc"], ["lmt"], 1), "no family 'bopc'"),
+    (lambda: Budget("digits", 0), "positive number of minutes"),
+    (lambda: play_cell(Cell("sr", "lmt", 0), Budget("digits", 1), Path("/dev/null/s")), "cannot make"),
+])  # fmt: skip
 def test_what_is_wrong_is_said(call, said):
     with pytest.raises(InputError, match=said):
         call()
