@@ -15,6 +15,7 @@ from equipoise.core import (
     format_down,
     format_up,
     require_positive,
+    single_down,
 )
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.capture import as_examples
@@ -167,7 +168,7 @@ def make_lipschitz(
                 f"the converted network's constant does not follow from its construction{why}; pass example_input, so that "
                 "it can be bounded"
             )
-        scaled.factor.fill_(deflate(constant / max(inner, 1.0)))
+        scaled.factor.fill_(single_down(deflate(constant / max(inner, 1.0))))
     scaled.training = model.training
     scaled.conversion = Conversion(rows, float(constant), report)
     return scaled

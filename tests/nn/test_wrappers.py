@@ -8,6 +8,7 @@ from nn_parts import jacobian_norm
 from torch import nn
 from torch.nn.utils import parametrize
 
+from equipoise.conversion import make_lipschitz
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
@@ -177,6 +178,11 @@ def test_constants_hold_with_numbers_read_in_single_and_in_double_precision(name
     assert float(module(x.double()).norm().detach()) <= known_constant(module) * (1 + 1e-15)
     # single precision: the bound of the operations themselves, which reads numbers as they do
     assert lipschitz_bound(module, x).upper <= known_constant(module) * (1 + 1e-12)
+
+
+def test_the_factor_of_a_converted_network_holds_in_single_precision():
+    net = make_lipschitz(nn.Sequential(MaxMin()), 0.1).eval()
+    assert lipschitz_bound(net, torch.zeros(1, 2)).upper <= 0.1
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
