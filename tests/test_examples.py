@@ -55,16 +55,9 @@ def written(name, folder):
 
 def start(name, folder, **environment):
     """The finished process of one example."""
-    return subprocess.run(
-        [sys.executable, written(name, folder).name],
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=500,
-        check=False,
-    )
+    env = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", **environment}
+    options = {"cwd": folder, "env": env, "capture_output": True, "encoding": "utf-8", "timeout": 500}
+    return subprocess.run([sys.executable, written(name, folder).name], **options, check=False)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.text] * (n in TEXT)) for n in IN_PROCESS])

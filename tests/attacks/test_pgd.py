@@ -96,13 +96,7 @@ def test_what_autoattack_finds_is_put_back_into_the_ball(install):
 
 def test_bad_input_is_refused():
     x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)
-    for call in (
-        lambda: pgd(_linear(), x, y[:1], 0.1),
-        lambda: pgd(_linear(), x, y, -0.1),
-        lambda: pgd(_linear(), x, y, float("nan")),
-        lambda: pgd(_linear(), x, y, 0.1, steps=0),
-        lambda: pgd(_linear(), x, y, 0.1, restarts=0),
-        lambda: pgd(_linear(), x, y, 0.1, norm="l3"),
-    ):
+    wrong = {"y": y[:1]}, {"epsilon": -0.1}, {"epsilon": float("nan")}, {"steps": 0}, {"restarts": 0}, {"norm": "l3"}
+    for options in wrong:
         with pytest.raises(InputError):
-            call()
+            pgd(_linear(), x, **{"y": y, "epsilon": 0.1, **options})

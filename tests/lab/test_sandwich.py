@@ -17,15 +17,14 @@ from equipoise_lab.sandwich import SandwichConv2d, SandwichLinear, sandwich_boun
 from equipoise_lab.scoreboard.networks import LOTConv2d, SpatialShift, polar_factor
 
 LIMIT = 1 + 1e-5
+Made = tuple[Callable[..., nn.Module], tuple[int, ...]]
 
 
-def dense(ins: int, out: int, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
+def dense(ins: int, out: int, **options: Any) -> Made:
     return (lambda **k: SandwichLinear(ins, out, **options, **k)), (ins,)
 
 
-def conv(
-    *args: Any, size: int = 5, layer: Any = SandwichConv2d, **options: Any
-) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
+def conv(*args: Any, size: int = 5, layer: Any = SandwichConv2d, **options: Any) -> Made:
     return (lambda **k: layer(*args, **options, **k)), (args[0], size, size)
 
 

@@ -30,11 +30,8 @@ TAGS = ["O", "B-city", "I-city", "B-genre", "I-genre"]
 
 
 @pytest.mark.parametrize(("tags", "found"), [
-    ([0, 0], set()),
-    ([1, 2, 2], {(0, 3, "city")}),
-    ([1, 1], {(0, 1, "city"), (1, 2, "city")}),
-    ([2, 4], {(0, 1, "city"), (1, 2, "genre")}),
-    ([1, 4], {(0, 1, "city"), (1, 2, "genre")}),
+    ([0, 0], set()), ([1, 2, 2], {(0, 3, "city")}), ([1, 1], {(0, 1, "city"), (1, 2, "city")}),
+    ([2, 4], {(0, 1, "city"), (1, 2, "genre")}), ([1, 4], {(0, 1, "city"), (1, 2, "genre")}),
 ])  # fmt: skip
 def test_spans_are_read_as_conlleval_reads_them(tags, found):
     assert spans(tags, TAGS) == found

@@ -17,6 +17,8 @@ from equipoise_lab.bench import lipschitz as bench
 pytestmark = pytest.mark.medium
 
 NETS = networks()
+#: networks whose adjacent linear maps are better bounded together
+FUSED = ("vgg", "resnet projection", "repvgg", "normalised", "reflect", "bottleneck linear")
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -25,19 +27,12 @@ def test_no_attack_exceeds_the_bound(name):
     report = lipschitz_bound(net, torch.zeros(2, *shape), ball=ball)
     found = attack(net, shape, ball, 0, steps=30)
     assert found <= report.upper * (1 + 1e-7)
-    assert report.upper <= report.fused <= report.product
+    assert report.upper <= report.fused <= report.product * (0.98 if name in FUSED else 1)
     assert found > 0
     assert "at most" in str(report)
     if ball is None and name != "shared, tuple":
         program = torch.export.export(net, (torch.zeros(1, *shape),), strict=False)
         assert lipschitz_bound(program, rtol=1e-3).upper == pytest.approx(report.upper, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["vgg", "resnet projection", "repvgg", "normalised", "reflect", "bottleneck linear"])
-def test_fusing_gains(name):
-    net, shape, ball = NETS[name]
-    report = lipschitz_bound(net, torch.zeros(1, *shape), ball=ball)
-    assert report.fused < 0.98 * report.product
 
 
 def test_a_linear_run_is_as_good_as_its_product_matrix():

@@ -74,9 +74,7 @@ CASES: list[LayerCase] = [
     LayerCase("sll", by_name("SLL"), **BLOCK),
     LayerCase("sll-sr", by_name("SLL"), options={"rescaling": "sr", "t": 3}, **BLOCK),
     LayerCase("sll-tanh", by_name("SLL"), options={"activation": nn.Tanh()}, **BLOCK),
-    LayerCase(
-        "bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False, orthogonal=BOTH, lowest=1 - 1e-5
-    ),  # even circles there
+    LayerCase("bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False, orthogonal=BOTH, lowest=1 - 1e-5),
     LayerCase("rko", by_name("RKO"), ALL_KINDS, strided_circle=False, orthogonal=BOTH),
     LayerCase("bjorck", by_name("Bjorck"), strided_circle=False, orthogonal=BOTH),
     LayerCase("soc", by_name("SOC"), (*BOTH, "transpose2d"), strided_circle=False, orthogonal=BOTH, lowest=1 - 1.1e-3),
@@ -105,12 +103,8 @@ def quick(case: LayerCase, kind: str) -> bool:
     """Whether the row belongs to the normal run: dense and convolution of each layer, one row of each other kind."""
     if case.name in ("sr1", "sr4", "sll-tanh"):
         return False
-    return kind in ("linear", "conv2d") or (case.name, kind) in {
-        ("aol", "conv1d"),
-        ("sr2", "transpose2d"),
-        ("bcop", "conv3d"),
-        ("soc", "transpose2d"),
-    }
+    few = {"aol": "conv1d", "sr2": "transpose2d", "bcop": "conv3d", "soc": "transpose2d"}
+    return kind in ("linear", "conv2d") or few.get(case.name) == kind
 
 
 def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:

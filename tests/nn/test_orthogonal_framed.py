@@ -16,12 +16,9 @@ import equipoise.nn as o
 from equipoise.norms import operator_matrix
 
 PLAIN = {
-    o.SOCConv2d: nn.Conv2d,
-    o.CayleyConv2d: nn.Conv2d,
-    o.BROConv2d: nn.Conv2d,
-    o.SOCConvTranspose2d: nn.ConvTranspose2d,
+    o.SOCConv2d: nn.Conv2d, o.CayleyConv2d: nn.Conv2d, o.BROConv2d: nn.Conv2d, o.SOCConvTranspose2d: nn.ConvTranspose2d,
     o.CayleyConvTranspose2d: nn.ConvTranspose2d,
-}
+}  # fmt: skip
 #: (kernel, stride, dilation, padding, output_padding): even kernels, strides with dilations, padding none, half, full
 SETTINGS = [
     (1, 1, 1, 0, 0), (2, 1, 1, 1, 0), (3, 1, 2, 2, 0), (4, 1, 1, 3, 0), (2, 2, 1, 0, 0), (3, 2, 1, 1, 1), (4, 2, 1, 1, 0),

@@ -124,10 +124,7 @@ def test_errata_7_an_orthogonal_kernel_of_the_circle_is_no_contraction_among_zer
 
 
 @pytest.mark.parametrize(("rows", "columns", "condition", "scale", "whole"), [
-    (129, 129, 1e2, 1.0, True),
-    (256, 1024, 5.0, 1e30, True),
-    (200, 400, 1.0, 1e-30, True),
-    (150, 150, 3e4, 1.0, False),
+    (129, 129, 1e2, 1.0, True), (256, 1024, 5.0, 1e30, True), (200, 400, 1.0, 1e-30, True), (150, 150, 3e4, 1.0, False),
 ])  # fmt: skip
 def test_polar_factors_of_large_matrices_are_contractions(rows, columns, condition, scale, whole):
     torch.manual_seed(0)

@@ -195,12 +195,9 @@ def test_the_outputs_of_convolutions_are_rescaled_where_they_are_fewer(kind, opt
 
 
 CLOSED = {
-    "one axis": (1, 6, 6, 3),
-    "groups": (2, 5, 4, 3, 3),
-    "even": (1, 3, 5, 2, 4),
-    "three axes": (1, 3, 2, 2, 2, 2),
+    "one axis": (1, 6, 6, 3), "groups": (2, 5, 4, 3, 3), "even": (1, 3, 5, 2, 4), "three axes": (1, 3, 2, 2, 2, 2),
     "matrix": (2, 9, 5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CLOSED)

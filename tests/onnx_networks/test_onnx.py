@@ -228,11 +228,9 @@ def test_what_exporters_write_is_bounded(name: str) -> None:
 def deep() -> bytes:
     constants = {"w": numbers(8, 6), "b": numbers(8), "v": numbers(8, 3)}
     nodes = [
-        node("Flatten", "x", to="f"),
-        node("Gemm", "f", "w", "b", to="h", transB=1),
-        node("Relu", "h", to="r"),
+        node("Flatten", "x", to="f"), node("Gemm", "f", "w", "b", to="h", transB=1), node("Relu", "h", to="r"),
         node("MatMul", "r", "v"),
-    ]
+    ]  # fmt: skip
     return model(nodes, ("n", 2, 3), 13, **constants)
 
 

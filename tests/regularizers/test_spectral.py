@@ -18,14 +18,8 @@ pytestmark = pytest.mark.medium
 
 def conv_net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(6, 6, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(6 * 16, 4),
-    )
+    first, second = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 6, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 4))
 
 
 FORMULAS = {

@@ -15,20 +15,11 @@ pytestmark = pytest.mark.medium
 
 #: (procedure, settings): one row puts a kind of run through every check
 KINDS = [
-    ("cohen", {}),
-    ("bonferroni", {}),
-    ("cpm", {}),
-    ("direct", {"map": "hardmax"}),
-    ("direct", {"map": "softmax:1.0"}),
-    ("lvm", {}),
-    ("lvm", {"map": "softmax:2.0", "lipschitz": "auto"}),
-    ("lvm", {"map": "sparsemax:3.0", "lipschitz": 20.0}),
-    ("cohen", {"target_radius": 0.1}),
-    ("rivals", {}),
-    ("rivals", {"map": "softmax:1.0"}),
-    ("rivals", {"target_radius": 0.1}),
-    ("rivals", {"noise": "grid"}),
-]
+    ("cohen", {}), ("bonferroni", {}), ("cpm", {}), ("direct", {"map": "hardmax"}), ("direct", {"map": "softmax:1.0"}),
+    ("lvm", {}), ("lvm", {"map": "softmax:2.0", "lipschitz": "auto"}),
+    ("lvm", {"map": "sparsemax:3.0", "lipschitz": 20.0}), ("cohen", {"target_radius": 0.1}), ("rivals", {}),
+    ("rivals", {"map": "softmax:1.0"}), ("rivals", {"target_radius": 0.1}), ("rivals", {"noise": "grid"}),
+]  # fmt: skip
 IDS = [f"{p}-{'-'.join(str(v) for v in s.values())}" for p, s in KINDS]
 
 

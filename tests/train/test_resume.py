@@ -21,9 +21,8 @@ STATE = "state/state.safetensors"
 #: one row per thing with a state of its own
 KINDS = {
     "sgd": {},
-    "adamw-ema-schedule": {
-        "optimizer": {"kind": "adamw", "lr": 0.01}, "ema": 0.9, "schedule": {"kind": "cosine", "warmup": 0.2},
-    },
+    "adamw-ema-schedule": {"optimizer": {"kind": "adamw", "lr": 0.01}, "ema": 0.9,
+                           "schedule": {"kind": "cosine", "warmup": 0.2}},
     "sam": {"optimizer": {"kind": "sam", "lr": 0.05}},
     "asam-adamw": {"optimizer": {"kind": "asam", "base": "adamw", "lr": 0.01}},
     "noise": {"noise": {"kind": "gaussian", "sigma": 0.1}, "data": {"path": "digits", "limit": 160, "augment": ["pad-crop"]}},
@@ -31,22 +30,14 @@ KINDS = {
     "consistency": {"noise": {"kind": "consistency", "sigma": 0.1}},
     "spectral": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
     "spectral-gram": {"regularizers": [{"kind": "spectral", "bound": "gram", "weight": 0.1}]},
-    "decay": {
-        "regularizers": [{"kind": "activation-decay", "sigma": 0.3}],
-        "data": {"path": "digits", "limit": 160, "validation": 0.2},
-    },
+    "decay": {"regularizers": [{"kind": "activation-decay", "sigma": 0.3}],
+              "data": {"path": "digits", "limit": 160, "validation": 0.2}},
     "projected": {"projections": [{"kind": "norm", "radius": 0.9}]},
-    "margin": {
-        "loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.5, "start": 0.1, "ramp": 0.8},
-        "optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 3},
-    },
-    "muon": {
-        "optimizer": {"kind": "muon", "lr": 0.01}, "ema": 0.9, "precision": "bf16",
-        "model": {
-            "factory": "equipoise.nn.models:lipschitz_cnn",
-            "arguments": {"channels": [4], "depths": [1], "hidden": 12, "dense": "bcop"},
-        },
-    },
+    "margin": {"loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.5, "start": 0.1, "ramp": 0.8},
+               "optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 3}},
+    "muon": {"optimizer": {"kind": "muon", "lr": 0.01}, "ema": 0.9, "precision": "bf16",
+             "model": {"factory": "equipoise.nn.models:lipschitz_cnn",
+                       "arguments": {"channels": [4], "depths": [1], "hidden": 12, "dense": "bcop"}}},
 }  # fmt: skip
 
 

@@ -125,15 +125,10 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
 
 
 GAINS = [  # mean, half width, published effect, label
-    (2.5, 0.5, 2.63, Label.REPRODUCED),
-    (0.5, 0.4, 2.63, Label.DIRECTION),
-    (0.2, 0.3, 2.63, Label.REFUTED),
-    (-1.0, 0.5, 2.63, Label.REFUTED),
-    (1.0, 2.0, 2.63, Label.OPEN),
-    (3.0, float("inf"), 2.63, Label.OPEN),
-    (0.2, 0.3, None, Label.OPEN),
-    (0.4, 0.3, None, Label.REPRODUCED),
-]
+    (2.5, 0.5, 2.63, Label.REPRODUCED), (0.5, 0.4, 2.63, Label.DIRECTION), (0.2, 0.3, 2.63, Label.REFUTED),
+    (-1.0, 0.5, 2.63, Label.REFUTED), (1.0, 2.0, 2.63, Label.OPEN), (3.0, float("inf"), 2.63, Label.OPEN),
+    (0.2, 0.3, None, Label.OPEN), (0.4, 0.3, None, Label.REPRODUCED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mean", "half", "published", "label"), GAINS)
