@@ -1,7 +1,5 @@
 """Case tables: one row adds an operator, or a method, to every check."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

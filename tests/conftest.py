@@ -4,8 +4,6 @@
 what takes minutes: only `make test-all` runs it. `pytest --durations=50` says what a mark is due to.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Certificates seen from the other side: no attack succeeds inside a certified radius of a trained network."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Files that try to run code, to fill the memory or to be something else: refused in one sentence, and nothing happens."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Bounds are shown on their own side of the truth."""
 
-from __future__ import annotations
-
 import math
 import re
 

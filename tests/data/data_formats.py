@@ -1,7 +1,5 @@
 """Every way to store the same labelled images: one row writes them, and all rows run the same checks."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

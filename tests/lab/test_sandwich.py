@@ -1,7 +1,5 @@
 """The lab's layers, Sandwich and LOT: constant at most 1 under attack, after rounding, for every raw weight."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

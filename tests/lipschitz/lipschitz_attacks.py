@@ -1,7 +1,5 @@
 """Attacks on a claimed Lipschitz bound, all in float64: Jacobian norms, random pairs, and pairs trained by gradient ascent."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

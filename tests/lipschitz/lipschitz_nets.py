@@ -1,8 +1,6 @@
 """The networks of these tests: what an audit meets, one of each family of the docs, and random ones with weights that hurt."""
 
 # ruff: noqa: E501 - a table of networks, one to a line
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

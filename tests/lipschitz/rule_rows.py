@@ -3,8 +3,6 @@
 A row is `at(module or function, shape, fraction of the bound an attack reaches, ball)`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The command: programs and factories with weights, and a program with a hostile pickle."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 

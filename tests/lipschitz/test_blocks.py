@@ -1,7 +1,5 @@
 """Blocks that bound themselves, and the residual pattern: believed only where nothing came between, attacked everywhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The closed form for chains: product ≥ chain ≥ attack, against a dense grid of slopes, and in floating point."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The table of families in the docs, row by row."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ℓ1 and ℓ∞: against the materialised operator, and networks against row and column sums of their Jacobians."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lipschitz_attacks import stacked

@@ -1,7 +1,5 @@
 """Whole networks under attack: a bound that is exceeded fails the build."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Rules of others: sound whatever they are called, refused where they say too little, found where they are installed."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs that a bound once misread: in place and out of place, with hidden branches, broken numbers, and without batches."""
 
-from __future__ import annotations
-
 import copy
 import math
 

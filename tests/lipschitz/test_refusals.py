@@ -1,7 +1,5 @@
 """What has no guarantee is refused, with the node, the module, the source line and what to do."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

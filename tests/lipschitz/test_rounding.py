@@ -1,7 +1,5 @@
 """Rounding of the forward pass: float32 evaluations, in several orders, stay within the bound; certificates survive it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every rule against every attack: a row is an operation, its input shape, whether the constant is attained, and a ball."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`norm="token"`: against the largest change of a token that power iterations on the Jacobian find, and at every length."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Linear maps against the layers they describe: applied, turned round, made non-negative, composed and added."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The one table of activations: every row is attacked on a grid, and against PyTorch's own module."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of 1-Lipschitz layers: one row adds a layer to `test_every_family.py` and `test_rescaling_attack.py`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Shared by the tests of layers, activations and models: Jacobians and attacks, slow and obviously right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized

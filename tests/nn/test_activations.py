@@ -1,7 +1,5 @@
 """Activations: one row per activation, all rows through the same checks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nn_parts import jacobian_norm, worst_ratio

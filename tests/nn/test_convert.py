@@ -1,7 +1,5 @@
 """make_lipschitz: the bound is the constant, what is left is said, ties stay, and training goes on."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

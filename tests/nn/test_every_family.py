@@ -1,7 +1,5 @@
 """Every family through everything that PyTorch does with a module: copies, compilers, transforms, files, processes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

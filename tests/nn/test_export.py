@@ -1,7 +1,5 @@
 """export: plain modules, the same outputs, and round trips through torch.export and ONNX."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Losses against their formulas written out, and certified radii against attacks on a network of known constant."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Builders: shapes, checkpoints that rebuild them, trained weights on real images, and constants that are what they say."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

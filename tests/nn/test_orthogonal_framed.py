@@ -3,8 +3,6 @@
 Shapes are those of the plain layer, no singular value exceeds 1 or the layer's own bound, and a transposed layer is an adjoint.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """One row adds an orthogonal layer to every check: guarantee under attack, export, caches, transforms, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

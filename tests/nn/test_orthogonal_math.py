@@ -1,7 +1,5 @@
 """The functions under the orthogonal layers, against slow references; peers' failures as regressions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pooling and rearrangements: norm at most 1 on every input size, exactly 1 where the formula says so."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """SN, AOL and SR against slow references, and the failures of peers as regressions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 The stored weights (float32 or float64) are what is checked, not a recomputation.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from layer_cases import geometries, inputs_for, marked_rows, quick, rows

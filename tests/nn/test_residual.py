@@ -1,7 +1,5 @@
 """CPL and SLL: the definition, the slopes they need, and what is exported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nn_parts import jacobian_norm

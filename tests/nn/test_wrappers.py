@@ -1,7 +1,5 @@
 """A chosen constant reaches the whole network, also one that was built before, and skip connections stay at 1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nn_parts import jacobian_norm

@@ -1,7 +1,5 @@
 """Train operators to break each bound. A ratio truth/bound above 1 fails the build; so does an attack without bite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

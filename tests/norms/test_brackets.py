@@ -1,7 +1,5 @@
 """`spectral_norm` against the materialised operator, on every operator of the table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

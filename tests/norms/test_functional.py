@@ -1,7 +1,5 @@
 """The differentiable bounds: gradients, edge cases, compile, autocast, functional transforms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import gradcheck

@@ -1,7 +1,5 @@
 """Every method of the table on every kind of padding: what is labelled upper is above, lower below, exact equal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The floating-point ground: switches, roundoff constants, verified factorisation, refused precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """ONNX networks: every operator against onnxruntime, what exporters write, files of a verification competition, hostile files."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

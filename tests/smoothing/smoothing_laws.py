@@ -1,7 +1,5 @@
 """Classifiers whose smoothed version is known exactly: what a certificate says can be compared with the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Slow, obviously right versions: 50-digit arithmetic and plain Python loops."""
 
-from __future__ import annotations
-
 import mpmath as mp
 
 mp.mp.dps = 50

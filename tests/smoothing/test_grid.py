@@ -1,7 +1,5 @@
 """Noise on a grid: its law against exact probabilities, its speed in bits, and the certificate that float noise gets wrong."""
 
-from __future__ import annotations
-
 import itertools
 
 import mpmath as mp

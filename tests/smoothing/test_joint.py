@@ -1,7 +1,5 @@
 """Class and rival in one test: its risk by enumeration of every sample, with a check that has power, and what it gains."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.special import ndtri

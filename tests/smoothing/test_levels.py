@@ -1,7 +1,5 @@
 """One noise level per channel: draws of that law, radii by the smallest, an ellipsoid that is attacked at its corners."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Risk end to end: certificates above the true radius are at most a share α, for every row of the table."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

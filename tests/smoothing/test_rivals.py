@@ -1,7 +1,5 @@
 """The procedure `rivals`: its risk, exactly and by simulation, with a check that catches the invalid shortcut."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

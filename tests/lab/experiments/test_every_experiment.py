@@ -1,7 +1,5 @@
 """Every experiment of the table: described, rehearsed at both scales, and its committed result judged and drawn again."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The framework with an experiment of our own: verdicts, stored results, dry runs, failures, the page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experiments from outside: another package adds one through its entry point, and the command line sees it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

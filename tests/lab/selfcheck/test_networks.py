@@ -1,7 +1,5 @@
 """The standing adversary: a fixed sample finds nothing, a wrong rule is found, and what it prints shows the violation."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
