@@ -44,14 +44,15 @@ def test_norms_of_a_padding_are_those_of_its_matrix(padding):
     assert float(map_norm(form, "linf").upper) == float(M.abs().sum(1).max())
 
 
-def _conv(*shape: int, **options: object):
-    return convolution(torch.randn(*shape, dtype=torch.float64), input_size=(5, 6), **options)  # type: ignore[arg-type]
+def _conv(*shape: int, size: tuple[int, int] = (5, 6), **options: object):
+    return convolution(torch.randn(*shape, dtype=torch.float64), input_size=size, **options)  # type: ignore[arg-type]
 
 
 def _channels(n: int):
     return Diagonal(torch.randn(n, dtype=torch.float64), 1)
 
 
+NONE = [(0, 0), (0, 0)]
 #: name: (first, then, whether there is one map for both, shape of the input)
 PAIRS = {
     "matrices": (lambda: Matrix(torch.randn(4, 3)), lambda: Matrix(torch.randn(2, 4)), True, (3,)),
@@ -62,23 +63,15 @@ PAIRS = {
     "channels then grouped": (lambda: _channels(6), lambda: _conv(4, 3, 3, 3, groups=2), True, (6, 5, 6)),
     "1×1 after": (lambda: _conv(4, 3, 3, 3, padding="reflect"), lambda: _conv(2, 4, 1, 1), True, (3, 5, 6)),
     "1×1 before": (lambda: _conv(4, 3, 1, 1), lambda: _conv(2, 4, 3, 3, stride=2), True, (3, 5, 6)),
-    "padding then valid": (
-        lambda: Padding(((1, 2), (1, 1)), (5, 6), "circular"),
-        lambda: convolution(torch.randn(2, 3, 3, 3, dtype=torch.float64), amount=[(0, 0)] * 2, input_size=(8, 8)),
-        True,
-        (3, 5, 6),
-    ),
+    "padding then valid": (lambda: Padding(((1, 2), (1, 1)), (5, 6), "circular"),
+                           lambda: _conv(2, 3, 3, 3, amount=NONE, size=(8, 8)), True, (3, 5, 6)),
     "transposed then channels": (lambda: _conv(4, 3, 3, 3, stride=2).adjoint(), lambda: _channels(3), True, (4, 3, 3)),
     "channels then transposed": (lambda: _channels(4), lambda: _conv(4, 3, 3, 3, stride=2).adjoint(), True, (4, 3, 3)),
     "two convolutions": (lambda: _conv(4, 3, 3, 3), lambda: _conv(2, 4, 3, 3), False, (3, 5, 6)),
     "wrong channels": (lambda: _conv(4, 3, 3, 3), lambda: Diagonal(torch.randn(6), -1), False, (3, 5, 6)),
-    "cropping": (
-        lambda: Padding(((-1, 0), (0, 0)), (5, 6), "zeros"),
-        lambda: convolution(torch.randn(2, 3, 3, 3, dtype=torch.float64), amount=[(0, 0)] * 2, input_size=(4, 6)),
-        False,
-        (3, 5, 6),
-    ),
-}
+    "cropping": (lambda: Padding(((-1, 0), (0, 0)), (5, 6), "zeros"),
+                 lambda: _conv(2, 3, 3, 3, amount=NONE, size=(4, 6)), False, (3, 5, 6)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -72,6 +72,7 @@ CASES: list[LayerCase] = [
     LayerCase("sll", by_name("SLL"), **BLOCK),
     LayerCase("sll-sr", by_name("SLL"), options={"rescaling": "sr", "t": 3}, **BLOCK),
     LayerCase("sll-tanh", by_name("SLL"), options={"activation": nn.Tanh()}, **BLOCK),
+    # even circles there
     LayerCase("bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False, orthogonal=BOTH, lowest=1 - 1e-5),
     LayerCase("rko", by_name("RKO"), ALL_KINDS, strided_circle=False, orthogonal=BOTH),
     LayerCase("bjorck", by_name("Bjorck"), strided_circle=False, orthogonal=BOTH),
