@@ -104,7 +104,7 @@ def symbol_energy(kernel: Tensor) -> Tensor:
     """
     sizes = kernel.shape[3:]
     taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
-    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
+    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2 or taps.abs().max() < 1e-9:
         taps = taps.double()
     products = (taps @ taps.mT).double()
 
@@ -116,10 +116,11 @@ def symbol_energy(kernel: Tensor) -> Tensor:
         1, offsets, products.flatten(1)
     )
 
-    # every product of taps is off by γ times the product of their lengths
+    # every product of taps is off by γ times the product of their lengths, and by what underflows
     lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
     rounding = gamma(taps.shape[-1] + 8, taps.dtype) + gamma(taps.shape[1] ** 2 + 8, torch.float64)
-    return inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2).sqrt())
+    lost = 4 * taps[0].numel() * taps.shape[1] * torch.finfo(taps.dtype).tiny
+    return inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2 + lost).sqrt())
 
 
 @dataclass
