@@ -73,6 +73,7 @@ def test_example_runs(name, tmp_path, monkeypatch, capsys):
         warnings.simplefilter("default")  # what Python shows by itself
         for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", category)
+        warnings.filterwarnings("ignore", module=r"(pytorch_)?lightning")  # by what PyTorch calls outdated
         runpy.run_path(str(file), run_name="__main__")
     assert says in capsys.readouterr().out
     assert not raised, [str(each.message) for each in raised]
