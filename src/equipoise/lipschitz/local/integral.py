@@ -258,7 +258,8 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
         tried = tried * GROWTH if found >= tried else sqrt(found * tried)
         if tried < 1.01 * reached:
             break
-    shares, tried = ONE, 1.1 * reached
+    shares: Sequence[float] = ONE
+    tried = 1.1 * reached
     # up to three activations, a sum reaches no further than the constant from the center
     if reached > base and len(case.network.activations) > 3:
         found = integrate(case, limiting, tried)
