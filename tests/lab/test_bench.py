@@ -39,6 +39,11 @@ def test_bench_quick(equipoise, capfd):
     assert memory["explicit MB"] < memory["autodiff MB"]
 
 
+def test_a_folder_without_the_library_is_no_state(equipoise, tmp_path):
+    ran = equipoise("bench", "states", tmp_path)
+    assert (ran.code, "has no src/equipoise" in ran.err) == (2, True)
+
+
 def measured(ratio, low, high):
     return {"x": pairs.Measured("x", ratio, low, high, ratio, 1.0, None)}
 

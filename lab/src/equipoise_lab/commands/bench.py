@@ -362,8 +362,14 @@ def states(
       equipoise bench states ../before
     """
     import equipoise
+    from equipoise.core import InputError
     from equipoise_lab.bench.norms import Section
     from equipoise_lab.bench.states import compare as in_turns
+
+    if not (
+        other / "src" / "equipoise"
+    ).is_dir():  # the installed state would be compared with itself
+        raise InputError(f"{other} has no src/equipoise: name the folder of a checkout")
 
     rows = in_turns(other, Path(equipoise.__file__).parents[2], rounds, only)
     if as_json:
