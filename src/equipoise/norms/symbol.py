@@ -104,6 +104,7 @@ def symbol_energy(kernel: Tensor) -> Tensor:
     """
     sizes = kernel.shape[3:]
     taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
+    # long sums round too much in the arithmetic of the kernel, and squares of small entries underflow in single precision
     if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2 or taps.abs().max() < 1e-9:
         taps = taps.double()
     products = (taps @ taps.mT).double()
